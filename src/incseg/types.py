@@ -1,0 +1,105 @@
+"""The nouns that every other module shares, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BACKGROUND = 0
+"""Label of a pixel that shows none of the classes of interest."""
+IGNORE = 255
+"""Label of a pixel that counts neither in a loss nor in a metric."""
+UNSEEN = 254
+"""Test label of a pixel whose class is learnt in a later step; the label rules say what it counts as."""
+MAX_CLASSES = UNSEEN - 1
+"""Labels are bytes, and two of them are taken."""
+
+
+class UserError(ValueError):
+    """Something the user can put right. Shown as one line: what came, what is allowed, what to do."""
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a protocol needs to know of a dataset: its foreground classes, id 1 first.
+
+    Where `has_background` is false (ADE20k), id 0 means "unlabelled" and is left out of every metric.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    has_background: bool = True
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What a model remembers of a step it learnt: kept in the model file, used by inference."""
+
+    classes: tuple[str, ...]
+    ids: tuple[int, ...]
+    train_images: int = 0
+
+
+@dataclass
+class Batch:
+    """Images with their training labels, on the device.
+
+    images:  (B, 3, H, W) float, normalised.
+    labels:  (B, H, W) uint8, learnt indices: 0 background, 1.. in the order of learning, 255 ignored.
+    counts:  (256,) float, how many pixels carry each label: the mean over all processes, so that
+             dividing a local sum by it and averaging gradients gives the mean over the global batch.
+    """
+
+    images: Tensor
+    labels: Tensor
+    counts: Tensor
+    names: Sequence[str] = ()
+
+    @property
+    def valid_pixels(self) -> Tensor:
+        """Pixels with a label, at least one, so that an all-void batch divides to zero."""
+        return (self.counts.sum() - self.counts[IGNORE]).clamp(min=1)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.labels.shape[-2], self.labels.shape[-1]
+
+
+@dataclass
+class Output:
+    """What the network gives, all of it at its own resolution.
+
+    logits:    (B, C, h, w), one channel per output, in the order of learning.
+    embedding: (B, D, h, w), what the classifiers read.
+    stages:    the backbone's stages, shallow to deep.
+    """
+
+    logits: Tensor
+    embedding: Tensor
+    stages: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Prediction:
+    """What a method says of each pixel, by its own rule of decision.
+
+    labels:        (B, H, W) uint8 learnt indices.
+    probabilities: (B, C+1, H, W), background first; they sum to one.
+    uncertainty:   (B, H, W) in [0, 1].
+    """
+
+    labels: Tensor
+    probabilities: Tensor
+    uncertainty: Tensor
+
+    @staticmethod
+    def join_rows(strips: Sequence[Prediction]) -> Prediction:
+        """Put strips of rows under each other again."""
+        return Prediction(
+            labels=torch.cat([s.labels for s in strips], dim=-2),
+            probabilities=torch.cat([s.probabilities for s in strips], dim=-2),
+            uncertainty=torch.cat([s.uncertainty for s in strips], dim=-2),
+        )
