@@ -1,0 +1,1 @@
+"""The network: backbone, ASPP head, growing classifiers, and their files."""

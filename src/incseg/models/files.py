@@ -1,0 +1,121 @@
+"""Model files: safetensors with the whole description of the model in its metadata. Never a pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from incseg.files import write_tensors
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.types import Increment, UserError
+
+FORMAT = "incseg-model"
+FORMAT_VERSION = 1
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""A torch.save archive, and plain pickles of protocols 2 to 5."""
+
+
+def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) -> None:
+    """Write the model and `extra`, anything JSON can hold; a reader sees the old file or the new, whole."""
+    metadata = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "config": json.dumps(dataclasses.asdict(model.config)),
+        "increments": json.dumps([dataclasses.asdict(increment) for increment in model.increments]),
+        "background_output": json.dumps(model.background_output),
+        "extra": json.dumps(extra),
+    }
+    write_tensors(Path(path), model.state_dict(), metadata)
+
+
+def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tuple[Segmenter, dict[str, Any]]:
+    """The model in evaluation mode, and the `extra` it was saved with. The global random state is kept."""
+    path = Path(path)
+    metadata, tensors = _read(path)
+    _check_format(path, metadata)
+    try:
+        config = _config(json.loads(metadata["config"]))
+        increments = [_increment(fields) for fields in json.loads(metadata["increments"])]
+        background_output = bool(json.loads(metadata["background_output"]))
+        extra = dict(json.loads(metadata["extra"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"model file '{path}': its description is damaged ({type(error).__name__}: {error}); save or copy it again"
+        ) from error
+    with torch.random.fork_rng(devices=[]):  # building draws weights that are overwritten at once
+        model = Segmenter(config, background_output)
+        for increment in increments:
+            model.grow(increment)
+    _fill(path, model, tensors)
+    return model.to(device).eval(), extra
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if not path.is_file():
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"model file '{path}' {problem}; give the .safetensors file of a step")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise UserError(f"model file '{path}' cannot be read ({error}); check its permissions") from error
+    except SafetensorError as error:
+        # Asked only now: the first bytes of a sound file are a length, which may look like anything.
+        with path.open("rb") as file:
+            if file.read(4).startswith(PICKLE_STARTS):
+                raise UserError(
+                    f"model file '{path}' is a pickle (a torch.save checkpoint), which may carry code and is "
+                    "never opened; give the .safetensors file of a step"
+                ) from None
+        raise UserError(
+            f"model file '{path}' is truncated or no safetensors file ({error}); save or copy it again"
+        ) from error
+
+
+def _check_format(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise UserError(
+            f"model file '{path}' is a safetensors file but not an incseg model; "
+            "pretrained backbones are given with --model.weights"
+        )
+    version = metadata.get("format_version", "")
+    if not version.isdecimal():
+        raise UserError(f"model file '{path}': its format version '{version}' is no number; save it again")
+    if int(version) > FORMAT_VERSION:
+        raise UserError(
+            f"model file '{path}' was made by a newer incseg (format {version}, this one reads up to "
+            f"{FORMAT_VERSION}); pip install -U incseg"
+        )
+
+
+def _config(fields: dict[str, Any]) -> ModelConfig:
+    config = ModelConfig(**fields)
+    if config.dilations is not None:
+        small, medium, large = config.dilations  # JSON has lists only
+        config.dilations = (small, medium, large)
+    return config
+
+
+def _increment(fields: dict[str, Any]) -> Increment:
+    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]))
+
+
+def _fill(path: Path, model: Segmenter, tensors: dict[str, Tensor]) -> None:
+    wanted = model.state_dict()
+    missing = [name for name in wanted if name not in tensors]
+    unexpected = [name for name in tensors if name not in wanted]
+    misshapen = [name for name in wanted if name in tensors and tensors[name].shape != wanted[name].shape]
+    for what, names in (("misses", missing), ("has unknown", unexpected), ("has misshapen", misshapen)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(
+                f"model file '{path}' {what} tensor {names[0]}{more}: it does not fit its own description; "
+                "save or copy it again"
+            )
+    model.load_state_dict(tensors)
