@@ -63,7 +63,12 @@ def write_array(path: Path, array: np.ndarray) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     with replacing(path) as temporary:
         # views of one storage cannot be stored twice, and safetensors wants them dense
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, temporary, metadata)
+        dense = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        try:
+            # safetensors writes an unreadable file for no tensors with empty metadata
+            save_file(dense, temporary, metadata or None)
+        except SafetensorError as error:  # its way to say that the disk is full
+            raise OSError(f"cannot write {path} ({error})") from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -72,5 +77,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}); delete it, and the run's own command makes it again"
+            f"{path} cannot be read ({error}); delete it, and row.json if there is one beside it, and the run's own "
+            "command makes both again"
         ) from error

@@ -1,0 +1,182 @@
+"""What the file-based sources share: reading images, masks and lists, and naming the file that is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
+
+from incseg.data.source import Source, Split
+from incseg.types import IGNORE, UserError
+
+PathLike = str | os.PathLike[str]
+
+# Pillow stretches grey samples of two and four bits to the range of a byte; a mask needs them as stored.
+_STRETCH = {"L;2": 85, "L;4": 17}
+
+
+class FileError(UserError):
+    """A file that the user can put right: which, what is wrong with it, and the remedy."""
+
+    def __init__(self, file: PathLike, fault: str, remedy: str) -> None:
+        super().__init__(str(file), fault, remedy)  # all three, so that it can be pickled
+        self.file, self.fault, self.remedy = str(file), fault, remedy
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.fault}; {self.remedy}"
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Any Pillow image as RGB, turned the way viewers show it. Transparency is dropped, 16 bits become 8.
+
+    The EXIF orientation is applied, because annotation tools apply it: a mask fits the image as shown.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8))
+    elif image.mode == "F":
+        raise UserError("an image with floating-point pixels has no known range; save it with 8 bits per channel")
+    elif "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def read_image(path: PathLike) -> Image.Image:
+    """The image as RGB, see `as_rgb`."""
+    with _opened(path) as image:
+        return as_rgb(image)
+
+
+def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarray:
+    """The class numbers of an index mask, (H, W) uint8; the pixels that hold `void` become 255.
+
+    Palette images give their indices, never their colours; a 1-bit image gives 0 and 1. The EXIF
+    orientation is applied as to the image, so that both are read as a viewer shows them.
+    """
+    with _opened(path) as image:
+        stretch = _STRETCH.get(str(image.tile[0][3]), 1) if isinstance(image, PngImageFile) else 1
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
+            raise FileError(
+                path,
+                f"the mask has mode {image.mode}, so it holds colours instead of class numbers",
+                "save it as a single-channel or palette PNG with class numbers",
+            )
+        values = np.array(image)
+    if stretch > 1:
+        values //= stretch
+    wrong = ((values < 0) | (values > num_classes)) & (values != void)
+    if wrong.any():
+        found = np.unique(values[wrong])
+        shown = ", ".join(str(value) for value in found[:5]) + (", …" if len(found) > 5 else "")
+        raise FileError(
+            path,
+            f"the mask holds {shown}, but classes are 0 to {num_classes} and void is {void}",
+            f"add the class to the list of names, or set these pixels to {void}",
+        )
+    if void != IGNORE:
+        values[values == void] = IGNORE
+    return values.astype(np.uint8, copy=False)
+
+
+def list_file(path: PathLike) -> list[str]:
+    """The lines of a text file, stripped, without blank ones; a line that comes twice is an error."""
+    return without_duplicates([line.strip() for line in text_lines(path) if line.strip()], path)
+
+
+def text_lines(path: PathLike) -> list[str]:
+    """All lines of a UTF-8 file, as they are."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise FileError(path, "no such file", "create it or correct the path") from None
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"byte {error.start} is not UTF-8", "save the file as UTF-8 text") from None
+    except OSError as error:
+        raise FileError(path, f"cannot be read ({error.strerror})", "correct the path or its permissions") from None
+    return text.splitlines()
+
+
+def without_duplicates(names: list[str], path: PathLike) -> list[str]:
+    """The names as they came, none of them twice; `path` is the file to blame."""
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise FileError(path, f"'{twice}' comes twice", "keep one of the two lines")
+    return names
+
+
+@dataclass(frozen=True)
+class PairFiles:
+    """The files of a split: `names[i]` has the image `images[i]` and the mask `masks[i]`."""
+
+    names: tuple[str, ...]
+    images: tuple[Path, ...]
+    masks: tuple[Path, ...]
+
+    def fingerprint(self) -> str:
+        """Over name, size and time of change of every file: a stat each, no file is opened."""
+        digest = hashlib.sha256()
+        for file in (*self.masks, *self.images):
+            try:
+                stat = os.stat(file)
+                line = f"{file.name}\t{stat.st_size}\t{stat.st_mtime_ns}\n"
+            except OSError:  # reading it will say more
+                line = f"{file.name}\tmissing\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+class FileSource(Source):
+    """A source whose pairs lie in files; a subclass finds them."""
+
+    void: int = IGNORE
+    """The value that means void in the mask files."""
+
+    @abstractmethod
+    def files(self, split: Split) -> PairFiles:
+        """The files of a split, found once."""
+
+    def names(self, split: Split) -> Sequence[str]:
+        return self.files(split).names
+
+    def image(self, split: Split, index: int) -> Image.Image:
+        return read_image(self.files(split).images[index])
+
+    def mask(self, split: Split, index: int) -> np.ndarray:
+        return read_mask(self.files(split).masks[index], len(self.info.classes), self.void)
+
+    def fingerprint(self, split: Split) -> str:
+        reading = f"{len(self.info.classes)} {self.void} {self.files(split).fingerprint()}"
+        return hashlib.sha256(reading.encode()).hexdigest()
+
+
+def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[str]:
+    """A line where images are both trained and tested on, else nothing."""
+    both = sorted(set(train) & set(val))
+    if not both:
+        return []
+    return [f"{name}: {len(both)} images are in train and in val ('{both[0]}' …), so test results are too good"]
+
+
+@contextmanager
+def _opened(path: PathLike) -> Iterator[Image.Image]:
+    """An image file, with everything that can go wrong in opening and decoding it as one FileError."""
+    try:
+        with Image.open(path) as image:
+            yield image
+    except FileError:
+        raise
+    except FileNotFoundError:
+        raise FileError(path, "no such file", "restore it, or take its name off the list") from None
+    except Exception as error:  # the decoder of a damaged file can raise nearly anything
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise FileError(path, f"cannot be read as an image ({cause})", "export or copy it again") from error

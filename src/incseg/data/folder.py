@@ -1,0 +1,165 @@
+"""People's own data: a folder of images, a folder of index masks and a list of class names."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from incseg.data.files import (
+    FileError,
+    FileSource,
+    PairFiles,
+    PathLike,
+    list_file,
+    overlap_note,
+    text_lines,
+    without_duplicates,
+)
+from incseg.data.source import Split
+from incseg.types import IGNORE, MAX_CLASSES, DatasetInfo, UserError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+VAL_SHARE = 5
+"""Without lists, one image in so many is for testing."""
+
+
+class Folder(FileSource):
+    """root/images, root/masks (a PNG of the same name each), root/classes.txt.
+
+    classes.txt has one name per line, id 1 first; a first line "background" stands for id 0. The lists
+    root/train.txt and root/val.txt hold image names, with or without suffix; where one of them is missing,
+    its images are those of the other left over. Without both, one image in five, chosen by a hash of its
+    name, is for testing: images that are added later change nothing for those already there.
+
+    void: the value that means "not annotated" in the masks.
+    """
+
+    def __init__(self, root: PathLike, classes_file: PathLike | None = None, void: int = IGNORE) -> None:
+        self.root = Path(root).expanduser()
+        classes = read_classes(classes_file or self.root / "classes.txt")
+        self.info = DatasetInfo("folder", classes, has_background=True)
+        self.void = _checked_void(void, len(classes))
+        self.notes: list[str] = []
+        images = _by_stem(self.root / "images", IMAGE_SUFFIXES)
+        masks = _by_stem(self.root / "masks", (".png",))
+        if unused := masks.keys() - images.keys():
+            self.notes.append(f"folder: {len(unused)} masks without an image are left out ('{min(unused)}' …)")
+        self._files = {split: self._pairs(split, names, images, masks) for split, names in self._splits(images).items()}
+        self.notes += overlap_note("folder", self.names("train"), self.names("val"))
+
+    def files(self, split: Split) -> PairFiles:
+        return self._files[split]
+
+    def _splits(self, images: dict[str, Path]) -> dict[Split, list[str]]:
+        train, val = (
+            _listed(file, images) if file.is_file() else None
+            for file in (self.root / "train.txt", self.root / "val.txt")
+        )
+        if train is None and val is None:
+            train, val = hash_split(images)
+            self.notes.append(
+                f"folder: no train.txt or val.txt, so a hash of the names chose {len(train)} images for "
+                f"training and {len(val)} for testing"
+            )
+        elif train is None or val is None:
+            missing = "train" if train is None else "val"
+            listed = set(train or val or ())
+            rest = [name for name in images if name not in listed]
+            self.notes.append(f"folder: no {missing}.txt, so {missing} is the {len(rest)} images left over")
+            train, val = (rest, val) if train is None else (train, rest)
+        if not train:
+            raise UserError(f"'{self.root}' has no image left for training; correct train.txt and val.txt")
+        return {"train": train, "val": val or []}
+
+    def _pairs(self, split: Split, names: list[str], images: dict[str, Path], masks: dict[str, Path]) -> PairFiles:
+        if without := [name for name in names if name not in masks]:  # an error once one of them is used
+            self.notes.append(
+                f"folder: {len(without)} of {len(names)} {split} images have no mask ({_first_three(without)}); "
+                f"add masks/NAME.png for each, or leave them out of {split}.txt"
+            )
+        expected = (masks.get(name, self.root / "masks" / f"{name}.png") for name in names)
+        return PairFiles(tuple(names), tuple(images[name] for name in names), tuple(expected))
+
+
+def read_classes(path: PathLike) -> tuple[str, ...]:
+    """The class names of a file, id 1 first; a first line "background" is id 0 and left out."""
+    names = [line.strip() for line in text_lines(path)]
+    while names and not names[-1]:
+        names.pop()
+    if "" in names:
+        raise FileError(
+            path, f"line {names.index('') + 1} is blank", "delete it: the line number of a name is its class id"
+        )
+    if names and names[0].lower() == "background":
+        names = names[1:]
+    if "background" in (name.lower() for name in names):
+        raise FileError(path, "'background' is not on the first line", "move it there or delete it: its id is 0")
+    if not 1 <= len(names) <= MAX_CLASSES:
+        raise FileError(path, f"it has {len(names)} classes", f"name 1 to {MAX_CLASSES}, one per line")
+    return tuple(without_duplicates(names, path))
+
+
+def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(train, val) in sorted order: a name is for val where its hash is divisible by `VAL_SHARE`."""
+    hashes = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in sorted(names)}
+    val = {name for name, value in hashes.items() if value % VAL_SHARE == 0}
+    by_hash = sorted(hashes, key=hashes.__getitem__)
+    # A handful of images can all fall on one side; each side gets at least one where there are two.
+    if not val and len(by_hash) > 1:
+        val = {by_hash[0]}
+    elif len(val) == len(by_hash):
+        val.remove(by_hash[-1])
+    return [name for name in hashes if name not in val], sorted(val)
+
+
+def _checked_void(void: int, num_classes: int) -> int:
+    if not num_classes < void <= IGNORE:
+        raise UserError(
+            f"void={void} is not free: 0 to {num_classes} are classes; give the masks' void value, "
+            f"{num_classes + 1} to {IGNORE}"
+        )
+    return void
+
+
+def _by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    """The files with one of the suffixes by name without it, sorted; names compare in Unicode's form C."""
+    if not folder.is_dir():
+        raise UserError(f"no folder '{folder}'; a dataset needs images/, masks/ and classes.txt")
+    files: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()):
+        if file.name.startswith(".") or file.suffix.lower() not in suffixes:
+            continue
+        stem = unicodedata.normalize("NFC", file.stem)
+        if stem in files:
+            raise UserError(
+                f"'{files[stem].name}' and '{file.name}' in '{folder}' share the name '{stem}'; rename or remove one"
+            )
+        if not stem.isprintable():
+            raise UserError(f"the name {file.name!r} in '{folder}' has unprintable characters; rename the file")
+        files[stem] = file
+    if not files:
+        raise UserError(f"'{folder}' has no files of type {', '.join(suffixes)}; put them directly into it")
+    return dict(sorted(files.items()))
+
+
+def _listed(path: Path, images: dict[str, Path]) -> list[str]:
+    names = []
+    for line in list_file(path):
+        name = unicodedata.normalize("NFC", line)
+        if "/" in name or "\\" in name:
+            raise FileError(path, f"'{name}' is a path", "list the names of files in images/ alone")
+        stem, dot, suffix = name.rpartition(".")
+        names.append(stem if name not in images and f"{dot}{suffix}".lower() in IMAGE_SUFFIXES else name)
+    if unknown := [name for name in names if name not in images]:
+        raise FileError(
+            path,
+            f"{len(unknown)} of {len(names)} names have no image ({_first_three(unknown)})",
+            "add the files to images/ or delete the lines",
+        )
+    return without_duplicates(names, path)
+
+
+def _first_three(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:3]) + (", …" if len(names) > 3 else "")

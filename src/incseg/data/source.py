@@ -1,0 +1,77 @@
+"""A source: images and index masks by split and number. It knows files and names, nothing of steps."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from incseg.types import DatasetInfo, UserError
+
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+
+
+class Source(ABC):
+    """Random access to the images and masks of one dataset.
+
+    Masks hold the dataset's own ids: 0 background (or unlabelled), i the i-th class, 255 void.
+    """
+
+    info: DatasetInfo
+    notes: Sequence[str] = ()
+    """Lines that the user should read before trusting the numbers, such as a list that had to be replaced."""
+
+    @abstractmethod
+    def names(self, split: Split) -> Sequence[str]:
+        """The images of a split, in the order that `index` counts."""
+
+    @abstractmethod
+    def image(self, split: Split, index: int) -> Image.Image:
+        """The image as RGB."""
+
+    @abstractmethod
+    def mask(self, split: Split, index: int) -> np.ndarray:
+        """The mask, (H, W) uint8 of dataset ids, checked: a wrong file is named in a UserError."""
+
+    @abstractmethod
+    def fingerprint(self, split: Split) -> str:
+        """Changes whenever the content of the split does: keys every cache made from it."""
+
+    def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
+        """The class ids in each image, where the source knows them without its masks; else None."""
+        return None
+
+    def pair(self, split: Split, index: int) -> tuple[Image.Image, np.ndarray]:
+        """Image and mask together, checked to be of one size."""
+        image, mask = self.image(split, index), self.mask(split, index)
+        if image.size != mask.shape[::-1]:
+            name = self.names(split)[index]
+            raise UserError(
+                f"{self.info.name} {split} '{name}': the image is {image.size[0]}×{image.size[1]} but its mask "
+                f"{mask.shape[1]}×{mask.shape[0]}; export both at one size"
+            )
+        return image, mask
+
+    def default_workers(self, processes: int) -> int:
+        """Loader processes that keep one of `processes` training processes busy: decoding takes a core or more."""
+        return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
+
+    @property
+    def palette(self) -> np.ndarray:
+        """(256, 3) uint8 colours by dataset id."""
+        return voc_palette()
+
+
+def voc_palette() -> np.ndarray:
+    """Pascal VOC's colours: the bits of the id, spread over the channels from the highest bit down."""
+    ids = np.arange(256)
+    colours = np.zeros((256, 3), dtype=np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= (((ids >> (3 * bit + channel)) & 1) << (7 - bit)).astype(np.uint8)
+    return colours
