@@ -1,0 +1,269 @@
+"""The evidential model of a pixel: scores → evidence → Dirichlet → probabilities, all in log space.
+
+A pixel has one raw score z_i per foreground class and no background output. With e = rectifier(z),
+α = e + 1 and S = Σα over a scope of K classes,
+
+    background     p_0 = u = K / S
+    class i        p_i = (1 − u) · α_i / S
+
+which sum to one. exp(z) overflows float32 at z = 89, so nothing here is ever exponentiated: the log forms
+agree with the direct ones and keep finite values and gradients for |z| up to 10⁴ and beyond.
+Shapes: classes are dimension 1, everything else is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incseg.names import require_known
+from incseg.types import IGNORE, UserError
+
+Rectifier = Literal["exp_sigmoid", "exp", "relu", "softplus"]
+Balancing = Literal["none", "paper", "ratio", "exact", "odds"]
+
+_RELU_FLOOR = 1e-6  # log 0 would make the loss of a pixel without evidence infinite
+
+
+def _log_relu(z: Tensor) -> Tensor:
+    return z.clamp(min=_RELU_FLOOR).log()
+
+
+def _log_softplus(z: Tensor) -> Tensor:
+    # softplus(z) → exp(z) far below zero, where its logarithm would be log 0
+    return torch.where(z < -20, z, F.softplus(z.clamp(min=-20)).log())
+
+
+_LOG_RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp_sigmoid": lambda z: z + F.logsigmoid(z),
+    "exp": lambda z: z,
+    "relu": _log_relu,
+    "softplus": _log_softplus,
+}
+
+
+def log_evidence(logits: Tensor, rectifier: Rectifier = "exp_sigmoid") -> Tensor:
+    """log e of raw scores. `exp_sigmoid`: e = exp(z)·σ(z), the paper's choice."""
+    require_known("rectifier", rectifier, _LOG_RECTIFIERS)
+    return _LOG_RECTIFIERS[rectifier](logits)
+
+
+@dataclass(frozen=True)
+class Dirichlet:
+    """A Dirichlet per pixel over the K classes of a scope, by logarithms.
+
+    log_evidence, log_alpha: (B, K, …); log_total (log Σe), log_strength (log S): (B, …). As S = Σe + K, u is
+    the logistic function of log K − log Σe: no difference of large numbers, and Σα is never needed.
+    """
+
+    log_evidence: Tensor
+    log_total: Tensor
+
+    @staticmethod
+    def of(log_evidence: Tensor) -> Dirichlet:
+        return Dirichlet(log_evidence, log_evidence.logsumexp(1))
+
+    @property
+    def _log_size(self) -> float:
+        return math.log(self.log_evidence.shape[1])
+
+    @property
+    def log_alpha(self) -> Tensor:
+        return _log_one_plus(self.log_evidence)
+
+    @property
+    def log_strength(self) -> Tensor:
+        return self._log_size - self.log_uncertainty
+
+    @property
+    def log_uncertainty(self) -> Tensor:
+        """log u = log K − log S."""
+        return F.logsigmoid(self._log_size - self.log_total)
+
+    @property
+    def log_certainty(self) -> Tensor:
+        """log(1 − u) = log Σe − log S, exact also where u rounds to one."""
+        return F.logsigmoid(self.log_total - self._log_size)
+
+    @property
+    def log_foreground(self) -> Tensor:
+        """log p^fg_i = log α_i − log S: the class, given that it is foreground."""
+        return self.log_alpha - self.log_strength.unsqueeze(1)
+
+
+def _log_one_plus(log_e: Tensor) -> Tensor:
+    """log(1 + e)."""
+    return F.softplus(log_e, threshold=40)  # the default, 20, cuts float64 short
+
+
+def dirichlet(logits: Tensor, rectifier: Rectifier = "exp_sigmoid") -> Dirichlet:
+    """The Dirichlet over all channels of `logits`: slice them to choose the scope."""
+    return Dirichlet.of(log_evidence(logits, rectifier))
+
+
+def log_probabilities(logits: Tensor, rectifier: Rectifier = "exp_sigmoid") -> Tensor:
+    """(B, K, H, W) scores → (B, K+1, H, W) log-probabilities, background first.
+
+    At z = 0 with `exp_sigmoid`, u = 2/3 for every K.
+    """
+    return _log_probabilities(dirichlet(logits, rectifier))
+
+
+def _log_probabilities(d: Dirichlet) -> Tensor:
+    foreground = d.log_certainty.unsqueeze(1) + d.log_foreground
+    return torch.cat([d.log_uncertainty.unsqueeze(1), foreground], dim=1)
+
+
+def evidential_cross_entropy(
+    logits: Tensor, labels: Tensor, rectifier: Rectifier = "exp_sigmoid"
+) -> tuple[Tensor, Tensor]:
+    """−log p_y per pixel, as (foreground part, background part): one of them is zero at every pixel.
+
+    logits (B, K, …) of the scope; labels (B, …) with 0 background, 1..K the scope's classes, 255 ignored.
+    The parts come apart because the foreground-background weight treats them apart. Only the label's own
+    probability is formed, never all K+1.
+    """
+    d = dirichlet(logits, rectifier)
+    is_background, is_foreground = labels == 0, (labels != 0) & (labels != IGNORE)
+    own = (labels.long() - 1).clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    log_own_alpha = _log_one_plus(d.log_evidence.gather(1, own).squeeze(1))
+    foreground = d.log_certainty + log_own_alpha - d.log_strength
+    zero = foreground.new_zeros(())
+    return (
+        -torch.where(is_foreground, foreground, zero),
+        -torch.where(is_background, d.log_uncertainty, zero),
+    )
+
+
+def distill_foreground(student: Dirichlet, teacher: Dirichlet) -> Tensor:
+    """−Σ_i p^fg_i(teacher)·log p^fg_i(student) per pixel; minimal where student and teacher agree."""
+    return -(teacher.log_foreground.exp() * student.log_foreground).sum(1)
+
+
+def distill_uncertainty(student: Dirichlet, teacher: Dirichlet) -> Tensor:
+    """−[u' log u + (1−u') log(1−u)] per pixel, u' the teacher's; minimal at u = u'.
+
+    The paper prints the second term with the other sign, whose minimum is u = 1 for every teacher.
+    """
+    u = teacher.log_uncertainty.exp()
+    certainty = teacher.log_certainty.exp()
+    return -(u * student.log_uncertainty + certainty * student.log_certainty)
+
+
+def foreground_background_weights(
+    num_background: Tensor, num_foreground: Tensor, limit: float
+) -> tuple[Tensor, Tensor]:
+    """(w_0, w_fg) = min(limit, N_total / N_set); an empty set weighs nothing."""
+    total = num_background + num_foreground
+
+    def weight(count: Tensor) -> Tensor:
+        # a count may lie below one: it is the mean over processes
+        return torch.where(count > 0, (total / count).clamp(max=limit), torch.zeros_like(total))
+
+    return weight(num_background), weight(num_foreground)
+
+
+def paper_factor(size: int, total: int) -> float:
+    """The paper's o = (2K−1)N² / (K²(2N−1)). It does not solve its own equation: see `balance`."""
+    return (2 * size - 1) * total**2 / (size**2 * (2 * total - 1))
+
+
+def _balance_paper(log_e: Tensor, logits: Tensor, size: int, total: int) -> Tensor:
+    highest = logits.max(1, keepdim=True)
+    strongest = torch.zeros_like(log_e).scatter_(1, highest.indices, math.log(paper_factor(size, total)))
+    return log_e + torch.where(highest.values > 0, strongest, torch.zeros_like(strongest))
+
+
+def _balance_exact(log_e: Tensor, size: int, total: int) -> Tensor:
+    """log(o·e) with o·e = [2AN − 1 + √(1 + 4AN(N−1))] / (2(1−A)), A = e(e+1)/(e+K)².
+
+    Rewritten so that neither e → 0 (the root minus one) nor e → ∞ (one minus A) cancels:
+    o·e = e·(e+1)·[2N + 4N(N−1)/(1 + √(1 + 4AN(N−1)))] / (2·((2K−1)e + K²)).
+    """
+    log_alpha = _log_one_plus(log_e)
+    log_k = torch.full_like(log_e, math.log(size))
+    a = (log_e + log_alpha - 2 * torch.logaddexp(log_e, log_k)).exp()
+    grown = 4 * total * (total - 1)
+    bracket = 2 * total + grown / (1 + (1 + grown * a).sqrt())
+    denominator = torch.logaddexp(log_e + math.log(2 * size - 1), 2 * log_k)
+    return log_e + log_alpha + bracket.log() - math.log(2) - denominator
+
+
+def balance(logits: Tensor, sizes: Sequence[int], mode: Balancing, rectifier: Rectifier = "exp_sigmoid") -> Tensor:
+    """Log evidence of all increments on a common scale, (B, N, …) with N = Σ sizes.
+
+    Increment t was trained with K = sizes[t] classes, all together have N; the evidence it needs to reach
+    the same probability grows with N. With one increment every mode is the identity.
+
+    none:  nothing (the paper on VOC).
+    paper: `paper_factor` on the strongest class of each increment where its z > 0 (the paper on ADE).
+    ratio: N/K on all evidence: u stays exactly what the increment alone would say.
+    exact: the solution of p_i^(t) = p_i^(1:T) for evidence on one class. Its factor goes from (N/K)² for
+           e → 0 to (2N−1)/(2K−1) for e → ∞; the paper's lies below it whenever N > K.
+    `odds` scales nothing and is not an evidence: see `odds_log_probabilities`.
+    """
+    require_known("balancing of evidence", mode, ("none", "paper", "ratio", "exact"))
+    log_e = log_evidence(logits, rectifier)
+    total = sum(sizes)
+    if total != logits.shape[1]:
+        raise ValueError(f"increments of {list(sizes)} classes do not make the {logits.shape[1]} channels given")
+    if mode == "none":
+        return log_e
+    parts = []
+    for size, e, z in zip(sizes, log_e.split(list(sizes), 1), logits.split(list(sizes), 1), strict=True):
+        if mode == "paper":
+            parts.append(_balance_paper(e, z, size, total))
+        elif mode == "ratio":
+            parts.append(e + math.log(total / size))
+        else:
+            parts.append(_balance_exact(e, size, total))
+    return torch.cat(parts, dim=1)
+
+
+def odds_log_probabilities(
+    logits: Tensor,
+    sizes: Sequence[int],
+    rectifier: Rectifier = "exp_sigmoid",
+    prior: float = 0.0,
+    images: Sequence[int] | None = None,
+) -> Tensor:
+    """(B, N+1, …) log-probabilities by odds: background scores 0, class i of increment t
+    log p_i^(t) − log u^(t), each over its own increment; then softmax over all scores.
+
+    An increment learnt "one of mine, or none of mine", so increments combine by their odds; with one
+    increment this is the identity. `prior` ω adds ω·log(n_t / Σn) to the scores of increment t, where
+    n_t = images[t] images trained it: its classes are always present there, at test seldom.
+    """
+    if prior and not (images and all(images)):
+        raise UserError(
+            f"prior {prior:g} needs the number of training images of every step, but the model knows {images}; "
+            "set prior 0 or train the model anew"
+        )
+    scores = [torch.zeros_like(logits[:, :1])]
+    for t, part in enumerate(logits.split(list(sizes), 1)):
+        d = dirichlet(part, rectifier)
+        score = (d.log_certainty - d.log_uncertainty).unsqueeze(1) + d.log_foreground
+        if prior and images:
+            score = score + prior * math.log(images[t] / sum(images))
+        scores.append(score)
+    return torch.cat(scores, dim=1).log_softmax(1)
+
+
+def balanced_log_probabilities(
+    logits: Tensor,
+    sizes: Sequence[int],
+    mode: Balancing,
+    rectifier: Rectifier = "exp_sigmoid",
+    prior: float = 0.0,
+    images: Sequence[int] | None = None,
+) -> Tensor:
+    """(B, N+1, …) log-probabilities over all increments, by any of the five balancings."""
+    if mode == "odds":
+        return odds_log_probabilities(logits, sizes, rectifier, prior, images)
+    return _log_probabilities(Dirichlet.of(balance(logits, sizes, mode, rectifier)))

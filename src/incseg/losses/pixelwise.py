@@ -1,0 +1,161 @@
+"""Per-pixel losses at full resolution without ever holding the upsampled logits.
+
+Logits come out of the network at a sixteenth of the image's size, labels at the image's. The upsampled
+tensor (and autograd's copies of it) is what fills the memory: 3.6 GB for two images with 150 classes at
+512². Bilinear upsampling is two small matrix products, A_h · z · A_wᵀ, so a strip of rows can be made alone:
+here a loss sees one strip after the other, and its gradient is carried back to the small logits at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+STRIP_ELEMENTS = 1 << 20
+"""Upsampled values per strip: small enough to stay in the processor's cache, large enough to keep it busy."""
+
+PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], dict[str, Tensor]]
+"""(logits, labels, teacher's logits) of a strip → named sums over its pixels, already weighted and divided
+by the batch's own constants, so that the sums of all strips add up to the loss."""
+
+
+@lru_cache(maxsize=64)
+def bilinear_matrix(size_in: int, size_out: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(size_out, size_in) weights of bilinear interpolation along one axis, align_corners=False."""
+    with torch.inference_mode(False):  # it is kept, and what is made in inference mode can never be trained with
+        position = (torch.arange(size_out, dtype=torch.float64) + 0.5) * (size_in / size_out) - 0.5
+        position = position.clamp(min=0)
+        low = position.floor().long().clamp(max=size_in - 1)
+        high = (low + 1).clamp(max=size_in - 1)
+        fraction = position - low
+        matrix = torch.zeros(size_out, size_in, dtype=torch.float64)
+        rows = torch.arange(size_out)
+        matrix[rows, low] += 1 - fraction
+        matrix[rows, high] += fraction
+        return matrix.to(device=device, dtype=dtype)
+
+
+class _Upsampler:
+    """Bilinear upsampling of (B, C, h, w) to `size`, any strip of rows at a time, and its transpose."""
+
+    def __init__(self, logits: Tensor, size: tuple[int, int]) -> None:
+        low_height, low_width = logits.shape[-2:]
+        self.columns = bilinear_matrix(low_width, size[1], logits.device, logits.dtype)
+        self.rows = bilinear_matrix(low_height, size[0], logits.device, logits.dtype)
+        self.scale = low_height / size[0]
+        self.wide = logits @ self.columns.T  # every column of the result, still few rows
+
+    def _reach(self, start: int, stop: int) -> slice:
+        """The low-resolution rows that output rows start..stop read."""
+        first = max(0, int((start + 0.5) * self.scale - 0.5))
+        last = int(max(0.0, (stop - 0.5) * self.scale - 0.5)) + 2
+        return slice(first, min(last, self.rows.shape[1]))
+
+    def strip(self, start: int, stop: int) -> Tensor:
+        reach = self._reach(start, stop)
+        return self.rows[start:stop, reach] @ self.wide[..., reach, :]
+
+    def add_gradient(self, wide_gradient: Tensor, strip_gradient: Tensor, start: int, stop: int) -> None:
+        reach = self._reach(start, stop)
+        wide_gradient[..., reach, :] += self.rows[start:stop, reach].T @ strip_gradient
+
+    def finish_gradient(self, wide_gradient: Tensor) -> Tensor:
+        return wide_gradient @ self.columns
+
+
+def _rows_per_strip(logits: Tensor, width: int) -> int:
+    return max(1, STRIP_ELEMENTS // (logits.shape[0] * logits.shape[1] * width))
+
+
+def row_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+    """The logits upsampled to `size`, strip by strip: (rows, (B, C, rows, W)). For inference."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    upsampler, rows = _Upsampler(logits, size), _rows_per_strip(logits, size[1])
+    for start in range(0, size[0], rows):
+        stop = min(start + rows, size[0])
+        yield slice(start, stop), upsampler.strip(start, stop)
+
+
+class _StripwiseLoss(torch.autograd.Function):
+    """Terms of a pixel loss as one vector; the gradient of their sum is made on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, teacher: Tensor | None, labels: Tensor, loss: PixelLoss, names: list[str]
+    ) -> Tensor:
+        terms, gradient = _run_strips(logits, teacher, labels, loss, names, None, ctx.needs_input_grad[0])
+        ctx.save_for_backward(logits, teacher, labels, gradient)
+        ctx.loss, ctx.names = loss, names
+        return terms
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, teacher, labels, gradient = ctx.saved_tensors
+        if bool((upstream == upstream[0]).all()):  # the terms were summed, as the trainer does
+            return gradient * upstream[0], None, None, None, None
+        with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+            _, gradient = _run_strips(logits, teacher, labels, ctx.loss, list(ctx.names), upstream, True)
+        return gradient, None, None, None, None
+
+
+def _run_strips(
+    logits: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    loss: PixelLoss,
+    names: list[str],
+    weights: Tensor | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the loss over strips; with `weights`, the gradient is that of the weighted sum of the terms."""
+    height, width = labels.shape[-2:]
+    student_up = _Upsampler(logits, (height, width))
+    teacher_up = _Upsampler(teacher, (height, width)) if teacher is not None else None
+    wide_gradient = torch.zeros_like(student_up.wide) if with_gradient else None
+    rows = _rows_per_strip(logits, width)
+    sums: Tensor | None = None
+    for start in range(0, height, rows):
+        stop = min(start + rows, height)
+        teacher_strip = teacher_up.strip(start, stop) if teacher_up is not None else None
+        strip = student_up.strip(start, stop).requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
+            named = loss(strip, labels[:, start:stop], teacher_strip)
+            names[:] = named
+            terms = torch.stack(list(named.values()))
+        if wide_gradient is not None and terms.requires_grad:
+            (strip_gradient,) = torch.autograd.grad(
+                terms, strip, weights if weights is not None else torch.ones_like(terms)
+            )
+            student_up.add_gradient(wide_gradient, strip_gradient, start, stop)
+        sums = terms.detach() if sums is None else sums + terms.detach()
+    assert sums is not None
+    return sums, student_up.finish_gradient(wide_gradient) if wide_gradient is not None else None
+
+
+def pixelwise(
+    loss: PixelLoss, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Upsample to the labels' size, apply `loss` to every pixel and add up, strip by strip.
+
+    logits (B, C, h, w), teacher_logits (B, C', h, w) or None, labels (B, H, W). Returns the named terms
+    as scalars with gradient, equal to applying `loss` to `F.interpolate(logits, (H, W), mode="bilinear")`.
+    Half precision is raised to float32 first. The teacher gets no gradient.
+    """
+    names: list[str] = []
+    teacher = (
+        teacher_logits.detach().to(torch.promote_types(teacher_logits.dtype, torch.float32))
+        if teacher_logits is not None
+        else None
+    )
+    with torch.autocast(logits.device.type, enabled=False):
+        student = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if not torch.is_grad_enabled():
+            student = student.detach()  # else a Function takes the gradient for needed
+        terms = _StripwiseLoss.apply(student, teacher, labels, loss, names)
+    return dict(zip(names, terms.unbind(), strict=True))

@@ -1,0 +1,28 @@
+"""The softmax model of a pixel, background an output like the others: cross-entropy and prediction."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incseg.types import IGNORE, Prediction
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Σ −log softmax(z)_y over the pixels that are not ignored; zero where all are."""
+    return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE, reduction="sum")
+
+
+def normalised_entropy(probabilities: Tensor) -> Tensor:
+    """(B, C, …) → (B, …) entropy over classes as a share of its maximum log C, in [0, 1]."""
+    entropy = -torch.xlogy(probabilities, probabilities).sum(1)
+    return (entropy / math.log(max(probabilities.shape[1], 2))).clamp(0, 1)
+
+
+def softmax_prediction(logits: Tensor) -> Prediction:
+    """Arg-max of the softmax; its uncertainty is the normalised entropy."""
+    probabilities = logits.softmax(1)
+    return Prediction(probabilities.argmax(1).to(torch.uint8), probabilities, normalised_entropy(probabilities))

@@ -1,0 +1,1 @@
+"""Counts first, figures after: every metric is a pure function of integer counts that add up."""
