@@ -1,0 +1,91 @@
+"""The state of a step under way, so that an interrupted run goes on to the same numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from incseg.engine.runtime import Runtime
+from incseg.files import read_tensors, write_tensors
+from incseg.methods.base import Method
+from incseg.types import UserError
+
+
+@dataclass
+class Progress:
+    """How far a step is: updates done, seconds spent, and the sums of each loss term over the current epoch."""
+
+    iteration: int = 0
+    seconds: float = 0.0
+    loss_sums: dict[str, float] = field(default_factory=dict)
+    losses_summed: int = 0
+
+    def add(self, terms: dict[str, float], starts_epoch: bool) -> None:
+        """One update more."""
+        if starts_epoch:
+            self.loss_sums, self.losses_summed = {}, 0
+        self.iteration += 1
+        self.losses_summed += 1
+        for name, value in terms.items():
+            self.loss_sums[name] = self.loss_sums.get(name, 0.0) + value
+
+    @property
+    def mean_losses(self) -> dict[str, float]:
+        return {name: value / self.losses_summed for name, value in self.loss_sums.items()}
+
+
+def save_checkpoint(
+    path: Path, step: int, progress: Progress, model: nn.Module, optimizer: torch.optim.SGD,
+    scaler: torch.amp.GradScaler, method: Method,
+) -> None:  # fmt: skip
+    """Model, momentum, method and generator as they are after `progress` in `step`."""
+    tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in _trained(model):
+        momentum = optimizer.state[parameter].get("momentum_buffer")
+        if momentum is not None:
+            tensors[f"momentum.{name}"] = momentum
+    tensors |= {f"method.{name}": value for name, value in method.state().items()}
+    tensors["generator"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["generator.cuda"] = torch.cuda.get_rng_state()
+    about = {"step": step, "progress": asdict(progress), "scaler": scaler.state_dict()}
+    write_tensors(path, tensors, {"checkpoint": json.dumps(about)})
+
+
+def load_checkpoint(
+    path: Path, step: int, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, method: Method,
+    runtime: Runtime,
+) -> Progress:  # fmt: skip
+    """Take up the checkpoint of `step` if there is one, else begin at the beginning."""
+    if not path.exists():
+        return Progress()
+    tensors, metadata = read_tensors(path)
+    about = json.loads(metadata.get("checkpoint", "{}"))
+    if about.get("step") != step:
+        return Progress()  # left behind by a step that has finished since
+    groups: dict[str, dict[str, Tensor]] = {"model": {}, "momentum": {}, "method": {}, "generator": {}}
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition(".")
+        groups[group][rest] = tensor
+    try:
+        model.load_state_dict(groups["model"])
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit this model; delete it to begin step {step} again") from error
+    for name, parameter in _trained(model):
+        if name in groups["momentum"]:
+            optimizer.state[parameter]["momentum_buffer"] = groups["momentum"][name].to(parameter.device)
+    if about["scaler"]:
+        scaler.load_state_dict(about["scaler"])
+    method.load_state({name: tensor.to(runtime.device) for name, tensor in groups["method"].items()})
+    torch.set_rng_state(groups["generator"][""])
+    if "cuda" in groups["generator"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(groups["generator"]["cuda"])
+    return Progress(**about["progress"])
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,149 @@
+"""One pass over the test images: integer counts out, figures from the counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from incseg.data.source import Source
+from incseg.data.transforms import TestTransform
+from incseg.data.views import StepView, batches, in_order
+from incseg.engine.progress import Reporter
+from incseg.engine.runtime import Runtime
+from incseg.losses.pixelwise import row_strips
+from incseg.methods.base import Method
+from incseg.metrics.confusion import confusion_counts, iou
+from incseg.metrics.continual import summary
+from incseg.metrics.uncertainty import BINS, ranking, score_counts
+from incseg.models.segmenter import Segmenter
+from incseg.protocol import Protocol, Step
+from incseg.types import BACKGROUND, IGNORE, UNSEEN, UserError
+
+
+@dataclass
+class EvalConfig:
+    """How models are tested.
+
+    Args:
+        size: shorter side and centre crop of test images; 0 leaves them as they are, one at a time.
+        batch_size: test images at once.
+        workers: loader processes; empty for a choice by machine and data.
+    """
+
+    size: int = 512
+    batch_size: int = 8
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("size", 0), ("batch_size", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"eval.{name} is {value}; it must be at least {least}")
+
+
+@dataclass
+class Counts:
+    """Everything an evaluation counts; adds up over batches and processes.
+
+    confusion: (N+1, N+1) over the images that the rules count.
+    scores:    (3, BINS) histograms of the uncertainty at true background, unseen and seen classes, all images.
+    """
+
+    confusion: Tensor
+    scores: Tensor
+
+    @staticmethod
+    def zero(num_labels: int, device: torch.device) -> Counts:
+        return Counts(
+            torch.zeros(num_labels, num_labels, dtype=torch.int64, device=device),
+            torch.zeros(3, BINS, dtype=torch.int64, device=device),
+        )
+
+    def reduce(self, runtime: Runtime) -> Counts:
+        return Counts(runtime.sum(self.confusion).cpu(), runtime.sum(self.scores).cpu())
+
+
+@dataclass
+class Evaluator:
+    """The test set of a protocol, ready to be shown to any of its models.
+
+    counted: for each step, which of the images the label rules let into its confusion matrix; the uncertainty
+             is counted on all.
+    """
+
+    protocol: Protocol
+    source: Source
+    images: Sequence[int]
+    counted: Sequence[Sequence[bool]]
+    config: EvalConfig
+    runtime: Runtime
+    reporter: Reporter
+
+    @torch.no_grad()
+    def count(self, model: Segmenter, method: Method, step: Step) -> Counts:
+        """Predict every image at the size of its labels, by the method's own rule, and count."""
+        model.eval()
+        device = self.runtime.device
+        counts = Counts.zero(model.num_classes + 1, device)
+        transform = TestTransform(self.config.size or None, model.backbone.mean, model.backbone.std)
+        view = StepView(self.source, "val", self.images, step.test_table, transform)
+        allowed = dict(zip(self.images, self.counted[step.index], strict=True))
+        unseen = BACKGROUND if self.protocol.rules.unseen_at_test == "background" else IGNORE
+        asked = self.config.workers
+        workers = self.source.default_workers(self.runtime.world) if asked is None else asked
+        order = in_order(self.runtime.share(range(len(view))), self.config.batch_size if self.config.size else 1)
+        self.reporter.begin(f"test {step.index}/{len(self.protocol.steps) - 1}", len(view))
+        for images, labels, indices in batches(view, order, workers, device.type == "cuda"):
+            labels = labels.to(device, non_blocking=True)
+            in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
+            with self.runtime.autocast():
+                logits = model(images.to(device, non_blocking=True)).logits
+            for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
+                prediction = method.predict(strip, model.increments)
+                target = labels[:, rows]
+                _count_uncertainty(counts.scores, prediction.uncertainty, target)
+                target = torch.where(target == UNSEEN, unseen, target)
+                target = torch.where(in_matrix, target, IGNORE)
+                counts.confusion += confusion_counts(prediction.labels, target, model.num_classes + 1)
+            self.reporter.advance(len(indices) * self.runtime.world)
+        self.reporter.end()
+        return counts.reduce(self.runtime)
+
+    def figures(self, counts: Counts, step: Step) -> dict[str, Any]:
+        """What a row says of a model: image count, Base / New / All / Inc, IoU per class, ranking by uncertainty."""
+        return {"test_images": sum(self.counted[step.index]), **figures(counts, self.protocol, step)}
+
+
+def _count_uncertainty(scores: Tensor, uncertainty: Tensor, target: Tensor) -> None:
+    kinds = (target == BACKGROUND, target == UNSEEN, (target != BACKGROUND) & (target < UNSEEN))
+    for row, chosen in zip(scores, kinds, strict=True):
+        row += score_counts(uncertainty[chosen])
+
+
+def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:
+    """Base / New / All / Inc in percent, IoU per class, and how well u knows what is not learnt yet."""
+    shares = iou(counts.confusion).tolist()
+    names = ["background", *(protocol.dataset.classes[i - 1] for i in step.seen)]
+    has_background = protocol.dataset.has_background
+    shown = list(zip(names, shares, strict=True))[0 if has_background else 1 :]
+    background, unseen, seen = counts.scores
+    return {
+        **summary(shares, _learnt_groups(protocol, step), has_background),
+        "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
+        "unseen": {
+            "from_background": ranking(unseen, background) if has_background else None,
+            "from_seen": ranking(unseen, seen),
+        },
+    }
+
+
+def _learnt_groups(protocol: Protocol, step: Step) -> list[list[int]]:
+    """The learnt labels of the task's increments, base first, as far as `step` knows them; also when learnt jointly."""
+    label_of = {dataset_id: label for label, dataset_id in enumerate(step.seen, start=1)}
+    groups = [[label_of[i] for i in group if i in label_of] for group in protocol.groups]
+    return [group for group in groups if group]

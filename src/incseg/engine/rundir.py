@@ -1,0 +1,189 @@
+"""The run folder: the contract between the engine that writes it and whoever reads it later.
+
+config.yaml             the whole resolved configuration: `incseg train --config` runs it again
+environment.json        versions, commit, device, threads
+protocol.json           steps, classes, image counts, label rules
+log.txt                 what was printed
+steps/K/model.safetensors, state.safetensors, confusion.npy, row.json (written last: the step is done)
+checkpoint.safetensors  the step under way
+results.json            the end: final figures, every step's row, rules, seconds
+tensorboard/            where tensorboard is installed
+.lock                   which process works in it; held only as long as that process lives
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import yaml
+
+import incseg
+from incseg.files import read_json, write_json, write_text
+from incseg.types import UserError
+
+_MAY_DIFFER = {"out", "preset", "threads", "train.workers", "train.checkpoint_seconds", "eval.workers"}
+"""Settings that change nothing in the result, and so may change when a run goes on."""
+
+
+class RunDir:
+    """One run on disk."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self._lock: TextIO | None = None
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.root / "checkpoint.safetensors"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def protocol(self) -> Path:
+        return self.root / "protocol.json"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log.txt"
+
+    def model(self, step: int) -> Path:
+        return self.root / "steps" / str(step) / "model.safetensors"
+
+    def state(self, step: int) -> Path:
+        return self.root / "steps" / str(step) / "state.safetensors"
+
+    def confusion(self, step: int) -> Path:
+        return self.root / "steps" / str(step) / "confusion.npy"
+
+    def row(self, step: int) -> Path:
+        return self.root / "steps" / str(step) / "row.json"
+
+    def steps_done(self) -> list[int]:
+        """The finished steps, 0 first, without gaps."""
+        done: list[int] = []
+        while self.row(len(done)).exists():
+            done.append(len(done))
+        return done
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [read_json(self.row(step)) for step in self.steps_done()]
+
+    def open(self, config: dict[str, Any]) -> None:
+        """Begin or go on: take the lock, and see that the folder belongs to this very configuration."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            for left in self.root.rglob(".*.tmp"):  # what a killed process was writing
+                left.unlink(missing_ok=True)
+            if self.config.exists() and (self.checkpoint.exists() or self.steps_done()):
+                self._check_same(config)
+            else:  # also where nothing was learnt yet: a first try with a wrong setting must not spoil the name
+                write_text(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        except OSError as error:
+            raise UserError(f"cannot write the run folder {self.root} ({error}); choose another with --out") from error
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        self._lock = (self.root / ".lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "another process"
+            self.close()
+            raise UserError(
+                f"{self.root} is in use by {holder}; wait for it, stop it, or choose another --out"
+            ) from None
+        # Loader processes outlive a killed parent by seconds, and would hold the lock they inherited for as long.
+        os.register_at_fork(after_in_child=self.close)
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+
+    def _check_same(self, config: dict[str, Any]) -> None:
+        there, here = _flatten(read_config(self.config)), _flatten(config)
+        differing = sorted(
+            key for key in there.keys() | here.keys() if there.get(key) != here.get(key) and key not in _MAY_DIFFER
+        )
+        if differing:
+            shown = ", ".join(f"{key} was {there.get(key)!r}, now {here.get(key)!r}" for key in differing[:3])
+            raise UserError(
+                f"{self.root} holds a run with other settings ({shown}); choose another --out, or delete the folder"
+            )
+
+    def write_environment(self, runtime: dict[str, object]) -> None:
+        write_json(
+            self.root / "environment.json",
+            {
+                "incseg": incseg.__version__,
+                "commit": _commit(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "platform": platform.platform(),
+                "cpus": os.cpu_count(),
+                "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+                **runtime,
+            },
+        )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.yaml as plain values."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} is no run folder: it has no {path.name}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is no valid YAML ({str(error).splitlines()[0]}); restore it or start a new run"
+        ) from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {type(value).__name__}, not settings; restore it or start a new run")
+    return value
+
+
+def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        if isinstance(item, dict):
+            flat |= _flatten(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(item) if isinstance(item, Sequence) and not isinstance(item, str) else item
+    return flat
+
+
+def _commit() -> str | None:
+    """The commit of the source tree we run from, where there is one."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,333 @@
+"""The one loop: for each step grow → fit → evaluate → write the row → save; the teacher is the model before."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from incseg.data.source import Source
+from incseg.data.transforms import TestTransform, TrainTransform
+from incseg.data.views import EpochOrder, StepView, batches, in_order
+from incseg.engine.board import Board
+from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from incseg.engine.evaluator import Evaluator
+from incseg.engine.progress import Reporter
+from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import Runtime, seed_everything
+from incseg.files import read_tensors, write_array, write_json, write_tensors
+from incseg.methods.base import Method, StepContext
+from incseg.metrics.continual import FIGURES, plop_average
+from incseg.models.files import load_segmenter, save_segmenter
+from incseg.models.segmenter import Segmenter
+from incseg.protocol import Protocol, Step
+from incseg.types import Batch, Increment, Output, UserError
+
+
+@dataclass
+class TrainConfig:
+    """How a step is trained: SGD with Nesterov momentum and a polynomial schedule per iteration.
+
+    Args:
+        epochs: passes over the images of a step.
+        epochs_later: passes in the steps after the first; empty for the same number.
+        batch_size: images per update, over all processes.
+        lr: learning rate of step 0.
+        lr_later: learning rate of the steps after it.
+        momentum: of SGD, Nesterov's.
+        weight_decay: on all parameters.
+        power: of the schedule lr·(1 − iteration/total)^power.
+        crop: side of the training images.
+        scale: range of the random crop's share of the image's area.
+        flip: mirror half of the images.
+        clip: largest norm of the gradient; empty for no limit.
+        workers: loader processes; empty for a choice by machine and data.
+        checkpoint_seconds: how much work an interruption may cost at most.
+    """
+
+    epochs: int = 30
+    epochs_later: int | None = None
+    batch_size: int = 20
+    lr: float = 0.01
+    lr_later: float = 0.001
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    power: float = 0.9
+    crop: int = 512
+    scale: tuple[float, float] = (0.5, 2.0)
+    flip: bool = True
+    clip: float | None = None
+    workers: int | None = None
+    checkpoint_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("epochs_later", 1), ("batch_size", 1), ("crop", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"train.{name} is {value}; it must be at least {least}")
+        for name in ("lr", "lr_later", "weight_decay", "power", "checkpoint_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"train.{name} is {getattr(self, name)}; it must be a finite number from 0")
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"train.momentum is {self.momentum}; it must be from 0 to below 1")
+        if self.clip is not None and not self.clip > 0:
+            raise UserError(f"train.clip is {self.clip}; it must be above 0, or left out for no limit")
+
+    def for_step(self, index: int) -> tuple[int, float]:
+        """(epochs, learning rate)."""
+        if index == 0:
+            return self.epochs, self.lr
+        return self.epochs_later or self.epochs, self.lr_later
+
+
+@dataclass
+class Trainer:
+    """Everything a run needs, as objects; `run` goes from where the run folder stands to the end."""
+
+    protocol: Protocol
+    source: Source
+    train_images: Sequence[Sequence[int]]
+    evaluator: Evaluator
+    method: Method
+    model: Segmenter
+    train: TrainConfig
+    seed: int
+    runtime: Runtime
+    folder: RunDir
+    reporter: Reporter
+    board: Board
+    about: dict[str, Any]
+    """What the model files tell about their origin."""
+    title: str = ""
+    notes: Sequence[str] = ()
+    """What is printed above and below the table of steps."""
+
+    def run(self) -> dict[str, Any]:
+        """Learn the steps that are not done yet; returns what results.json holds."""
+        done = len(self.folder.steps_done())
+        if done == len(self.protocol.steps):
+            self.reporter.say(f"{self.folder.root} is finished; nothing is left to learn")
+        elif done:
+            self._take_up(done - 1)
+        for step in self.protocol.steps[done:]:
+            row = self._learn(step)
+            if self.runtime.is_main:
+                self._finish_step(step, row)
+            self.runtime.barrier()
+        return self._finish()
+
+    def _take_up(self, step: int) -> None:
+        model, _ = load_segmenter(self.folder.model(step), self.runtime.device)
+        self.model = model
+        state, _ = read_tensors(self.folder.state(step))
+        self.method.load_state({name: tensor.to(self.runtime.device) for name, tensor in state.items()})
+        self.reporter.say(f"going on after step {step} in {self.folder.root}")
+
+    def _learn(self, step: Step) -> dict[str, Any]:
+        seed_everything(self.seed, step.index)
+        images = self.train_images[step.index]
+        if not images:
+            raise UserError(f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol")
+        teacher = self.model.frozen_copy() if step.index else None
+        self.model.grow(Increment(step.names, step.new, len(images)))
+        self.model.to(self.runtime.device).train()
+        context = StepContext(step, self.model, teacher, lambda: self._plain_batches(step))
+        self.method.begin_step(context)
+        progress = self._fit(step, teacher)
+        self.method.end_step(context)
+        evaluated = time.monotonic()
+        counts = self.evaluator.count(self.model, self.method, step)
+        row = {
+            "index": step.index,
+            "classes": list(step.names),
+            "ids": list(step.new),
+            "train_images": len(images),
+            **self.evaluator.figures(counts, step),
+            "losses": progress.mean_losses,
+            "seconds": {"train": round(progress.seconds, 2), "eval": round(time.monotonic() - evaluated, 2)},
+        }
+        if self.runtime.is_main:
+            save_segmenter(self.folder.model(step.index), self.model, self.about)
+            write_tensors(self.folder.state(step.index), self.method.state(), {})
+            write_array(self.folder.confusion(step.index), counts.confusion.numpy())
+        return row
+
+    def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
+        """Train the step, or the rest of it; Ctrl-C saves it first."""
+        epochs, base_lr = self.train.for_step(step.index)
+        wrapped = self.runtime.wrap(self.model)
+        optimizer = torch.optim.SGD(
+            [p for p in self.model.parameters() if p.requires_grad],
+            base_lr,
+            self.train.momentum,
+            weight_decay=self.train.weight_decay,
+            nesterov=self.train.momentum > 0,
+        )
+        scaler = self.runtime.grad_scaler()
+        progress = load_checkpoint(
+            self.folder.checkpoint, step.index, self.model, optimizer, scaler, self.method, self.runtime
+        )
+        view, order = self._training_view(step, epochs, progress.iteration)
+        per_epoch, total = order.batches_per_epoch, order.batches_per_epoch * epochs
+        before, started = progress.seconds, time.monotonic()
+        saved = started
+
+        def save() -> None:
+            progress.seconds = before + time.monotonic() - started
+            if self.runtime.is_main:
+                save_checkpoint(
+                    self.folder.checkpoint, step.index, progress, self.model, optimizer, scaler, self.method
+                )
+
+        self.reporter.begin(f"step {step.index}/{len(self.protocol.steps) - 1}", total, progress.iteration)
+        with _interruptible() as stop:
+            for images, labels, _ in batches(view, order, self._workers, self._pins):
+                iteration = progress.iteration
+                for group in optimizer.param_groups:
+                    group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
+                terms = self._update(wrapped, teacher, optimizer, scaler, images, labels, step, iteration)
+                progress.add(terms, starts_epoch=iteration % per_epoch == 0)
+                means = "  ".join(f"{name} {value:.3f}" for name, value in progress.mean_losses.items())
+                self.reporter.advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
+                if progress.iteration % per_epoch == 0:
+                    self.board.losses(
+                        progress.mean_losses, self._epochs_before(step.index) + progress.iteration // per_epoch
+                    )
+                if self.runtime.any(stop.is_set()):
+                    save()
+                    raise KeyboardInterrupt
+                if self.runtime.any(time.monotonic() - saved > self.train.checkpoint_seconds):
+                    save()
+                    saved = time.monotonic()
+        self.runtime.share_buffers(self.model)
+        save()
+        self.reporter.end()
+        return progress
+
+    def _update(
+        self, wrapped: nn.Module, teacher: Segmenter | None, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler,
+        images: Tensor, labels: Tensor, step: Step, iteration: int,
+    ) -> dict[str, float]:  # fmt: skip
+        """One optimiser update; stops the run before it does harm if the loss or its gradient is not finite."""
+        batch = self._to_batch(images, labels)
+        teacher_out: Output | None = None
+        with self.runtime.autocast():
+            if teacher is not None:
+                with torch.no_grad():
+                    teacher_out = teacher(batch.images)
+            out = wrapped(batch.images)
+        losses = self.method.losses(batch, out, teacher_out, step)
+        total = torch.stack(list(losses.values())).sum()
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(total).backward()
+        scaler.unscale_(optimizer)
+        self.method.after_backward(self.model)
+        limit = self.train.clip if self.train.clip is not None else math.inf
+        norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], limit)
+        values = self.runtime.mean(torch.stack([value.detach() for value in losses.values()]))
+        terms = dict(zip(losses, values.tolist(), strict=True))
+        # float16 overflows now and then by design: its scaler skips such an update and lowers the scale.
+        if not math.isfinite(sum(terms.values())) or not (scaler.is_enabled() or math.isfinite(float(norm))):
+            shown = ", ".join(f"{name} {value:g}" for name, value in terms.items())
+            raise UserError(
+                f"step {step.index}, iteration {iteration}: the loss or its gradient is not finite ({shown}, gradient "
+                f"norm {norm:g}); the last good state is kept in {self.folder.root}; lower the learning rate or set "
+                "--train.clip 1, with another --out"
+            )
+        scaler.step(optimizer)
+        scaler.update()
+        return terms
+
+    def _to_batch(self, images: Tensor, labels: Tensor) -> Batch:
+        device = self.runtime.device
+        labels = labels.to(device, non_blocking=True)
+        counts = self.runtime.mean(torch.bincount(labels.flatten(), minlength=256).float())
+        return Batch(images.to(device, non_blocking=True), labels, counts)
+
+    def _training_view(self, step: Step, epochs: int, first: int) -> tuple[StepView, EpochOrder]:
+        backbone, seed = self.model.backbone, (self.seed, step.index)
+        transform = TrainTransform(self.train.crop, backbone.mean, backbone.std, self.train.scale, self.train.flip)
+        view = StepView(self.source, "train", self.train_images[step.index], step.train_table, transform, seed)
+        runtime = self.runtime
+        if self.train.batch_size < runtime.world:
+            raise UserError(f"train.batch_size is {self.train.batch_size}, less than the {runtime.world} processes")
+        order = EpochOrder(len(view), self.train.batch_size, epochs, seed, first, runtime.rank, runtime.world)
+        return view, order
+
+    def _plain_batches(self, step: Step) -> Iterator[Batch]:
+        """The step's training images as the test would show them; all of them to every process, so that what a
+        method makes of them is the same in each."""
+        transform = TestTransform(self.train.crop, self.model.backbone.mean, self.model.backbone.std)
+        view = StepView(self.source, "train", self.train_images[step.index], step.train_table, transform)
+        order = in_order(range(len(view)), self.evaluator.config.batch_size)
+        for images, labels, _ in batches(view, order, self._workers, self._pins):
+            yield self._to_batch(images, labels)
+
+    @property
+    def _workers(self) -> int:
+        asked = self.train.workers
+        return self.source.default_workers(self.runtime.world) if asked is None else asked
+
+    @property
+    def _pins(self) -> bool:
+        return self.runtime.device.type == "cuda"
+
+    def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
+        write_json(self.folder.row(step.index), row)
+        self.folder.checkpoint.unlink(missing_ok=True)
+        self.board.row(row, self._epochs_before(step.index + 1))
+        self.reporter.rows(self.title, self.folder.rows(), self.notes)
+
+    def _epochs_before(self, step: int) -> int:
+        return sum(self.train.for_step(index)[0] for index in range(step))
+
+    def _finish(self) -> dict[str, Any]:
+        rows = self.folder.rows()
+        last = rows[-1]
+        results = {
+            "final": {
+                **{name: last[name] for name in FIGURES},
+                "avg": plop_average([row["all"] for row in rows]),
+                "iou": last["iou"],
+            },
+            "steps": rows,
+            "rules": self.protocol.rules.as_dict(),
+            "seconds": round(sum(sum(row["seconds"].values()) for row in rows), 2),
+        }
+        if self.runtime.is_main:
+            write_json(self.folder.results, results)
+            self.folder.checkpoint.unlink(missing_ok=True)
+        return results
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; the second acts as always."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def request(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        restore()
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    try:
+        yield stop
+    finally:
+        restore()

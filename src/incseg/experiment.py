@@ -1,0 +1,307 @@
+"""From a configuration to objects and a run: the only place where names become things."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import incseg
+from incseg.data import build_source
+from incseg.data.presence import Presence, presence_of
+from incseg.data.source import Source, Split
+from incseg.engine.board import Board
+from incseg.engine.evaluator import EvalConfig, Evaluator
+from incseg.engine.progress import Reporter, Screen, Silent
+from incseg.engine.rundir import RunDir, read_config
+from incseg.engine.runtime import Precision, Runtime, seed_everything, started
+from incseg.engine.trainer import TrainConfig, Trainer
+from incseg.files import read_tensors, write_json
+from incseg.methods import build_method
+from incseg.methods.base import Method
+from incseg.models.files import load_segmenter
+from incseg.models.segmenter import ModelConfig, Segmenter, build_segmenter
+from incseg.protocol import Protocol
+from incseg.types import UserError
+
+
+@dataclass
+class DataConfig:
+    """Where images come from.
+
+    Args:
+        name: shapes, voc, ade20k or folder.
+        root: folder of the dataset; shapes needs none.
+        presence: file of the classes in each training image, instead of reading all masks once.
+        classes_file: of folder, where it is not classes.txt in the root.
+        seed: of shapes.
+        train_size: number of training scenes of shapes.
+        val_size: number of test scenes of shapes.
+        image_size: side of the scenes of shapes.
+        train_limit: use at most so many images in each step, evenly chosen; a try-out, not the protocol.
+        val_limit: test on at most so many images, evenly chosen.
+    """
+
+    name: str = "shapes"
+    root: str | None = None
+    presence: str | None = None
+    classes_file: str | None = None
+    seed: int = 0
+    train_size: int = 600
+    val_size: int = 120
+    image_size: int = 96
+    train_limit: int | None = None
+    val_limit: int | None = None
+
+
+@dataclass
+class RunConfig:
+    """Everything a run depends on; saved with it as config.yaml.
+
+    Args:
+        preset: named settings the others start from; empty for the dataset's own.
+        task: such as 15-1, joint, or own groups of class names, cat,dog/bird.
+        setting: which images a step gets: overlapped, disjoint, pseudo-disjoint (ade20k) or joint.
+        rules: label rules, mib or plop; printed under every table.
+        order: class order of ade20k, a or b.
+        seed: of everything random.
+        out: run folder; empty for runs/ and a name made of the settings.
+        device: cpu, cuda, cuda:N or auto.
+        precision: auto, float32, bfloat16 or float16; auto is float32 on the CPU.
+        threads: of torch on the CPU; empty for its own choice.
+        data: where images come from.
+        method: how classes are learnt.
+        model: the network.
+        train: how a step is trained.
+        eval: how models are tested.
+    """
+
+    preset: str | None = None
+    task: str = "joint"
+    setting: str = "overlapped"
+    rules: str = "plop"
+    order: str = "a"
+    seed: int = 42
+    out: str | None = None
+    device: str = "auto"
+    precision: Precision = "auto"
+    threads: int | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    method: dict[str, Any] = field(default_factory=lambda: {"name": "evidential"})
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}; give a number from 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as config.yaml holds them."""
+        return _plain(dataclasses.asdict(self))
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: `out`, or a name that tells the settings."""
+        if self.out:
+            return Path(self.out)
+        method = str(self.method["name"]).replace(":", ".")
+        task = "".join(c if c.isalnum() or c in "-_." else "_" for c in self.task)[:60]
+        return Path("runs") / f"{self.data.name}-{task}-{self.setting}-{method}-s{self.seed}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def open_source(config: DataConfig) -> Source:
+    options: dict[str, Any] = {}
+    if config.name == "shapes":
+        options = {name: getattr(config, name) for name in ("seed", "train_size", "val_size", "image_size")}
+    if config.name == "folder" and config.classes_file:
+        options = {"classes_file": config.classes_file}
+    return build_source(config.name, config.root, **options)
+
+
+@dataclass
+class Setup:
+    """What training and evaluation share: data, protocol and which images belong where."""
+
+    source: Source
+    protocol: Protocol
+    train_images: list[tuple[int, ...]]
+    test_images: tuple[int, ...]
+    counted: list[list[bool]]
+    summary: dict[str, Any]
+    notes: list[str]
+
+    @staticmethod
+    def of(config: RunConfig, method: Method, reporter: Reporter) -> Setup:
+        source = open_source(config.data)
+        setting = "joint" if method.single_step else config.setting
+        protocol = Protocol(source.info, config.task, setting, config.rules, config.order)
+        train = read_presence_of(source, "train", config.data.presence, reporter)
+        test = read_presence_of(source, "val", None, reporter)
+        train_images = [_limit(images, config.data.train_limit) for images in protocol.train_images(train.classes)]
+        test_images = _limit(range(len(test.names)), config.data.val_limit)
+        counted = []
+        for step in protocol.steps:
+            allowed = set(protocol.test_images(step, test.classes))
+            counted.append([image in allowed for image in test_images])
+        notes = [*source.notes, *protocol.describe_rules()]
+        if config.data.train_limit or config.data.val_limit:
+            notes.append(
+                f"a try-out, not the full protocol: at most {config.data.train_limit or 'all'} training images a step, "
+                f"{config.data.val_limit or 'all'} test images"
+            )
+        summary = protocol.as_dict()
+        for row, images, flags in zip(summary["steps"], train_images, counted, strict=True):
+            row |= {"train_images": len(images), "test_images": sum(flags)}
+        return Setup(source, protocol, train_images, test_images, counted, summary, notes)
+
+    def evaluator(self, config: EvalConfig, runtime: Runtime, reporter: Reporter) -> Evaluator:
+        return Evaluator(self.protocol, self.source, self.test_images, self.counted, config, runtime, reporter)
+
+
+def read_presence_of(source: Source, split: Split, file: str | None, reporter: Reporter) -> Presence:
+    """The presence index, with progress where masks must be read."""
+    begun = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal begun
+        if not begun:
+            reporter.begin(f"reading the {split} masks once", total)
+            begun = True
+        reporter.advance()
+
+    try:
+        return presence_of(source, split, file, progress=progress)
+    finally:
+        if begun:
+            reporter.end()
+
+
+def _limit(images: Sequence[int], most: int | None) -> tuple[int, ...]:
+    """At most so many of the images, evenly spread."""
+    if most is None or len(images) <= most:
+        return tuple(images)
+    if most < 1:
+        raise UserError(f"a limit of {most} images leaves none; give at least 1")
+    return tuple(images[i] for i in np.linspace(0, len(images) - 1, most).round().astype(int))
+
+
+def train(config: RunConfig, screen: Callable[[], Screen] = Screen) -> dict[str, Any]:
+    """Run an experiment from wherever its folder stands to the end; returns what results.json holds."""
+    with started(config.device, config.precision, config.threads) as runtime:
+        reporter: Reporter = screen() if runtime.is_main else Silent()
+        with contextlib.closing(RunDir(config.folder)) as folder, contextlib.closing(reporter):
+            return _train(config, runtime, reporter, folder)
+
+
+def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunDir) -> dict[str, Any]:
+    method = build_method(config.method)
+
+    def prepare() -> tuple[Setup, Segmenter]:
+        """All that can fail for a wrong setting, before there is a folder that remembers it."""
+        setup = Setup.of(config, method, reporter)
+        seed_everything(config.seed)
+        said: list[str] = []
+        model = build_segmenter(config.model, method.background_output, said.append)
+        if runtime.is_main:
+            folder.open(config.as_dict())
+            folder.write_environment(runtime.describe())
+            write_json(folder.protocol, setup.summary)
+            if isinstance(reporter, Screen):
+                reporter.log_to(folder.log)
+        for line in said:
+            reporter.say(line)
+        return setup, model
+
+    setup, model = runtime.main_first(prepare)
+    protocol = setup.protocol
+    board = Board(folder.tensorboard if runtime.is_main else None)
+    trainer = Trainer(
+        protocol=protocol,
+        source=setup.source,
+        train_images=setup.train_images,
+        evaluator=setup.evaluator(config.eval, runtime, reporter),
+        method=method,
+        model=model,
+        train=config.train,
+        seed=config.seed,
+        runtime=runtime,
+        folder=folder,
+        reporter=reporter,
+        board=board,
+        about={
+            "incseg": incseg.__version__,
+            "method": config.method,
+            "protocol": {key: value for key, value in protocol.as_dict().items() if key != "steps"},
+            "palette": setup.source.palette[[0, *protocol.classes_in_order]].tolist(),
+            "test_size": config.eval.size,
+        },
+        title=f"{config.method['name']} on {protocol.dataset.name} {protocol.task}, {protocol.setting}, "
+        f"seed {config.seed}",
+        notes=setup.notes,
+    )
+    with contextlib.closing(board):
+        return trainer.run()
+
+
+def load_run_config(folder: Path) -> RunConfig:
+    """The configuration a run was made with."""
+    values = read_config(RunDir(folder).config)
+    try:
+        return RunConfig(
+            **{
+                **values,
+                "data": DataConfig(**values["data"]),
+                "model": ModelConfig(**values["model"]),
+                "train": TrainConfig(**values["train"]),
+                "eval": EvalConfig(**values["eval"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder}/config.yaml does not fit this version of incseg ({error})") from error
+
+
+def evaluate(
+    folder: Path, step_index: int | None = None, method_options: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None, screen: Callable[[], Screen] = Screen,
+) -> dict[str, Any]:  # fmt: skip
+    """Test a saved step again, with other inference options if given: the row that training printed."""
+    config = dataclasses.replace(load_run_config(folder), **(overrides or {}))
+    config.method = {**config.method, **(method_options or {})}
+    run = RunDir(folder)
+    done = run.steps_done()
+    if not done:
+        raise UserError(f"{folder} has no finished step yet; let incseg train go on")
+    index = done[-1] if step_index is None else step_index
+    if index not in done:
+        raise UserError(f"{folder} has no step {index}; its finished steps are 0 to {done[-1]}")
+    with started(config.device, config.precision, config.threads) as runtime:
+        reporter: Reporter = screen() if runtime.is_main else Silent()
+        try:
+            method = build_method(config.method)
+            setup = Setup.of(config, method, reporter)
+            state, _ = read_tensors(run.state(index))
+            method.load_state({name: tensor.to(runtime.device) for name, tensor in state.items()})
+            step = setup.protocol.steps[index]
+            model, _ = load_segmenter(run.model(index), runtime.device)
+            evaluator = setup.evaluator(config.eval, runtime, reporter)
+            counts = evaluator.count(model, method, step)
+            row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
+            title = f"{config.method['name']} on {setup.protocol.dataset.name} {setup.protocol.task}, step {index}"
+            reporter.rows(title, [row], setup.notes)
+            return row
+        finally:
+            reporter.close()

@@ -1,0 +1,52 @@
+"""The methods by name. A new one is a file here and a line in METHODS; from outside, `package.module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from incseg.methods.base import Method
+from incseg.methods.evidential import Evidential
+from incseg.methods.finetune import Finetune
+from incseg.methods.joint import Joint
+from incseg.names import unknown
+from incseg.types import UserError
+
+METHODS: dict[str, type[Method]] = {
+    "evidential": Evidential,
+    "finetune": Finetune,
+    "joint": Joint,
+}
+
+
+def find_method(name: str) -> type[Method]:
+    """The class behind a name of METHODS or behind `package.module:Class`."""
+    if name in METHODS:
+        return METHODS[name]
+    if ":" in name:
+        return _import_method(name)
+    raise UserError(unknown("method", name, METHODS) + ", or package.module:Class of your own")
+
+
+def build_method(settings: dict[str, Any]) -> Method:
+    """A method from its name and options."""
+    options = dict(settings)
+    kind = find_method(options.pop("name"))
+    try:
+        return kind(kind.Config(**options))
+    except TypeError as error:
+        raise UserError(f"method '{settings['name']}': {error}; see its options with incseg train --help") from error
+
+
+def _import_method(name: str) -> type[Method]:
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"method '{name}' cannot be imported ({error}); write package.module:Class and see that it is on PYTHONPATH"
+        ) from error
+    if not (inspect.isclass(found) and issubclass(found, Method)):
+        raise UserError(f"method '{name}' is no subclass of incseg.methods.base.Method; derive it from that class")
+    return found

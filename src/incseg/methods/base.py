@@ -1,0 +1,74 @@
+"""What a method is: losses for training, a rule for prediction, and a few hooks. One file per method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from incseg.models.segmenter import Segmenter
+from incseg.protocol import Step
+from incseg.types import Batch, Increment, Output, Prediction
+
+
+@dataclass
+class StepContext:
+    """What the hooks at the ends of a step may look at.
+
+    model:    the network, already grown for the step; its parameters may be changed in `begin_step`.
+    teacher:  the frozen model of the step before, None in step 0.
+    batches:  one pass over the step's training images without augmentation, in order.
+    """
+
+    step: Step
+    model: Segmenter
+    teacher: Segmenter | None
+    batches: Callable[[], Iterable[Batch]]
+
+
+class Method(ABC):
+    """A way to learn classes one step after the other.
+
+    A subclass sets `background_output`, gives a dataclass `Config` of its options (they become
+    `--method.*` flags), and defines `losses` and `predict`. The trainer owns everything else: it grows the
+    network, runs the teacher once per batch, sums the losses, steps the optimiser and saves `state`.
+    """
+
+    background_output: ClassVar[bool]
+    """Whether the network's first channel is a background score."""
+    single_step: ClassVar[bool] = False
+    """Whether all classes are learnt at once, whatever the task says."""
+
+    @dataclass
+    class Config:
+        """No options."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config if config is not None else self.Config()
+
+    @abstractmethod
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        """Named scalar losses, already weighted; the trainer minimises their sum. `teacher` is None in step 0."""
+
+    @abstractmethod
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        """The rule of decision, pixel by pixel, on logits of any size (B, C, H, W)."""
+
+    def begin_step(self, context: StepContext) -> None:
+        """Before the first batch of a step: initialise classifiers, collect statistics."""
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Gradients are there, the optimiser has not moved yet."""
+
+    def end_step(self, context: StepContext) -> None:
+        """After the last batch: consolidate what the next step will need."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What must survive an interruption and be carried into the next step."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take up a `state`."""

@@ -1,0 +1,66 @@
+"""Settings by name: published recipes and small ones. They only move defaults; an explicit flag always wins.
+
+Keys are those of config.yaml; `for_method` holds what is set for one method only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from incseg.names import require_known
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # The paper, section 4.3: MiB's recipe with batches of 20 and 8, 30 and 60 epochs.
+    "paper-voc": {
+        "task": "15-5",
+        "rules": "mib",
+        "model": {"backbone": "resnet101", "output_stride": 16, "width": 256},
+        "train": {"epochs": 30, "batch_size": 20, "lr": 0.01, "lr_later": 0.001, "crop": 512},
+        "eval": {"size": 512, "batch_size": 8},
+        "for_method": {"evidential": {"method": {"balancing": "none"}}},
+    },
+    "paper-ade": {
+        "task": "100-50",
+        "setting": "pseudo-disjoint",
+        "rules": "mib",
+        "model": {"backbone": "resnet101", "output_stride": 16, "width": 256},
+        "train": {"epochs": 60, "batch_size": 8, "lr": 0.01, "lr_later": 0.001, "crop": 512},
+        "eval": {"size": 512, "batch_size": 4},
+        "for_method": {"evidential": {"method": {"balancing": "paper", "foreground_weight": True}}},
+    },
+    # The embedded dataset in minutes on two cores.
+    "shapes": {
+        "task": "6-2",
+        "model": {"backbone": "tiny", "output_stride": 4, "width": 64, "dilations": [2, 4, 6]},
+        "train": {
+            "epochs": 30, "batch_size": 16, "lr": 0.1, "lr_later": 0.02, "crop": 96, "scale": [0.7, 1.0],
+        },
+        "eval": {"size": 96, "batch_size": 16},
+    },
+    # To see that everything works.
+    "shapes-quick": {
+        "task": "6-2",
+        "data": {"train_size": 120, "val_size": 30},
+        "model": {"backbone": "tiny", "output_stride": 8, "width": 32, "dilations": [1, 2, 3]},
+        "train": {"epochs": 2, "batch_size": 8, "lr": 0.1, "lr_later": 0.02, "crop": 64, "scale": [0.7, 1.0]},
+        "eval": {"size": 64, "batch_size": 16},
+    },
+    # One's own photographs on one machine.
+    "folder": {
+        "model": {"backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "width": 128},
+        "train": {"epochs": 30, "batch_size": 8, "lr": 0.02, "lr_later": 0.004, "crop": 320},
+        "eval": {"size": 320, "batch_size": 4},
+    },
+}  # fmt: skip
+
+DEFAULT_PRESET = {"shapes": "shapes", "voc": "paper-voc", "ade20k": "paper-ade", "folder": "folder"}
+"""What a dataset takes when no preset is named."""
+
+
+def preset_for(name: str, method: str) -> dict[str, Any]:
+    """The settings of a preset for a method, nested as in config.yaml."""
+    require_known("preset", name, PRESETS)
+    settings = {key: value for key, value in PRESETS[name].items() if key != "for_method"}
+    for group, values in PRESETS[name].get("for_method", {}).get(method, {}).items():
+        settings[group] = {**settings.get(group, {}), **values}
+    return settings
