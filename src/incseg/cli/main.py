@@ -1,0 +1,119 @@
+"""Which command, and what a person sees when it fails: one line, no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import incseg
+from incseg.names import unknown
+from incseg.types import UserError
+
+COMMANDS = ("train", "eval", "predict", "protocol", "data", "list")
+"""Each is a module of this package."""
+_OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `incseg list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MemoryError:
+        return _fail(_OUT_OF_MEMORY)
+    except RuntimeError as error:
+        if (known := _known_failure(str(error))) is None:
+            raise
+        return _fail(known)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        return _fail(f"{error.strerror or error}{where}; see that the disk has space and the folder may be written")
+
+
+def _known_failure(message: str) -> str | None:
+    """What torch reports as a RuntimeError without being a fault of the program."""
+    if "out of memory" in message or "not enough memory" in message or "can't allocate memory" in message:
+        return _OUT_OF_MEMORY
+    if "DataLoader worker" in message and "traceback" not in message.lower():
+        return (
+            f"a loader process has ended ({message.splitlines()[0]}); use fewer --train.workers and --eval.workers "
+            "(0 loads in the process itself), or give the container more shared memory"
+        )
+    if "Connection closed by peer" in message or "Connection reset by peer" in message:
+        return "another process of this run has ended; its own error tells why"
+    return None
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"incseg {incseg.__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        raise UserError(unknown("command", name, COMMANDS))
+    command = importlib.import_module(f"incseg.cli.{name}")
+    if hasattr(command, "main"):  # commands with a configuration parse for themselves
+        return command.main(rest)
+    parser = _Parser(prog=f"incseg {name}", description=command.HELP, allow_abbrev=False)
+    command.add_arguments(parser)
+    if getattr(command, "PASS_UNKNOWN", False):
+        args, unknown_tokens = parser.parse_known_args(rest)
+        args.unknown = unknown_tokens
+        for token in unknown_tokens:
+            if token.startswith("--") and not token.startswith("--method."):
+                parser.error(f"unrecognized arguments: {token}")
+    else:
+        args = parser.parse_args(rest)
+    return command.run(args)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as one line, with the nearest flag for a mistyped one."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(explain(message, self))
+
+
+def explain(message: str, parser: argparse.ArgumentParser) -> str:
+    """argparse's complaint in one line, with the nearest flag where one was mistyped."""
+    line = " ".join(message.split())
+    if line.startswith("unrecognized arguments:"):
+        flag = line.split(":", 1)[1].split()[0].split("=")[0]
+        flags = [option for action in parser._actions for option in action.option_strings]
+        hint = nearest(flag, flags) if flag.startswith("-") else ""
+        return f"unknown argument '{flag}'{hint or ';'} See {parser.prog} --help"
+    return f"{line}; see {parser.prog} --help"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """ "; did you mean …?" where a name is near one that exists, else nothing."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _overview() -> str:
+    lines = ["incseg: learn new segmentation classes without forgetting the old ones", ""]
+    lines.append("usage: incseg COMMAND [options]; incseg COMMAND --help shows its options")
+    lines.append("")
+    for name in COMMANDS:
+        lines.append(f"  {name:10} {importlib.import_module(f'incseg.cli.{name}').HELP}")
+    return "\n".join(lines)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code

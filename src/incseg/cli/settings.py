@@ -1,0 +1,175 @@
+"""From flags, a configuration file and a preset to a RunConfig. Flags win over the file, the file over the preset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentParser, Namespace
+
+from incseg.cli.main import explain, nearest
+from incseg.engine.evaluator import EvalConfig
+from incseg.engine.rundir import read_config
+from incseg.engine.trainer import TrainConfig
+from incseg.experiment import DataConfig, RunConfig
+from incseg.methods import find_method
+from incseg.models.segmenter import ModelConfig
+from incseg.names import unknown
+from incseg.presets import DEFAULT_PRESET, preset_for
+from incseg.types import UserError
+
+_SHORT = {
+    "--data": "--data.name",
+    "--method": "--method.name",
+    "--root": "--data.root",
+    "--presence": "--data.presence",
+}
+_GROUPS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
+
+
+def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
+    """The configuration that a command line asks for."""
+    tokens = [_lengthen(token) for token in argv]
+    file, tokens = _take_option("--config", tokens)
+    config = _normalised(read_config(Path(file)), file) if file is not None else {}
+    method = _last("--method.name", tokens) or config.get("method", {}).get("name") or "evidential"
+    if method != config.get("method", {}).get("name", method):
+        config["method"] = {"name": method}  # another method's options mean nothing to this one
+    data = _last("--data.name", tokens) or config.get("data", {}).get("name") or "shapes"
+    preset = _last("--preset", tokens) or config.get("preset") or DEFAULT_PRESET.get(data, "shapes")
+    parser = _parser(prog, description, method)
+    parser.set_defaults(_flat({**preset_for(preset, method), "preset": preset}))
+    if file is not None:
+        _require_known_settings(parser, config, file)
+    values = _parse(parser, [*_as_tokens(config), *tokens])
+    return RunConfig(
+        **{key: value for key, value in values.items() if key not in (*_GROUPS, "method")},
+        method=dict(values["method"]),
+        **{key: kind(**values[key]) for key, kind in _GROUPS.items()},  # type: ignore[arg-type]
+    )
+
+
+def method_overrides(prog: str, method: str, tokens: Sequence[str]) -> dict[str, Any]:
+    """Options of a method given as `--method.NAME VALUE`; only those that were given."""
+    parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser.add_class_arguments(find_method(method).Config, "method", as_group=False)
+    given = {token.split("=")[0].removeprefix("--method.") for token in tokens if token.startswith("--method.")}
+    values = _parse(parser, list(tokens))
+    return {name: value for name, value in (values.get("method") or {}).items() if name in given}
+
+
+def _parser(prog: str, description: str, method: str) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=prog,
+        description=f"{description} --data, --method, --root and --presence are short for --data.name, --method.name, "
+        "--data.root and --data.presence; --config FILE reads settings from a run's config.yaml.",
+        usage=f"{prog} [--data NAME] [--root DIR] [--task TASK] [--method NAME] [--preset NAME] [--out DIR] [options]",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_class_arguments(RunConfig, as_group=False, skip={*_GROUPS, "method"})
+    parser.add_argument(
+        "--method.name", type=str, default=method, help="a method of incseg list, or package.module:Class"
+    )
+    parser.add_class_arguments(find_method(method).Config, "method")
+    for group, kind in _GROUPS.items():
+        parser.add_class_arguments(kind, group)
+    return parser
+
+
+def _parse(parser: ArgumentParser, tokens: list[str]) -> dict[str, Any]:
+    try:
+        parsed: Namespace = parser.parse_args(tokens)
+    except argparse.ArgumentError as error:
+        raise UserError(_wrong_value(str(error), parser) or explain(str(error), parser)) from error
+    return parsed.as_dict()
+
+
+def _wrong_value(message: str, parser: ArgumentParser) -> str | None:
+    """jsonargparse's complaint about the type of a value in plain words; None for any other complaint."""
+    found = re.search(r'"([\w.]+)": .*(?:Got|Given) value: (.*)$', " ".join(message.split()))
+    if found is None:
+        return None
+    setting, value = found.groups()
+    kind = next((getattr(a, "_typehint", None) for a in parser._actions if a.dest == setting), None)
+    if kind is None:
+        return None
+    if get_origin(kind) is Literal:
+        return unknown(setting, value, get_args(kind))
+    return f"{setting} is '{value}'; it must be {_in_words(kind)}"
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_in_words(one) for one in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"[{', '.join(_in_words(one) for one in get_args(kind))}]"
+    plain = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+    return plain.get(kind, str(getattr(kind, "__name__", kind)))
+
+
+def _lengthen(token: str) -> str:
+    """`--data voc` and `--data=voc` are written for `--data.name`."""
+    flag, equals, value = token.partition("=")
+    return _SHORT.get(flag, flag) + equals + value
+
+
+def _take_option(flag: str, tokens: list[str]) -> tuple[str | None, list[str]]:
+    """The last value of a flag, and the tokens without it."""
+    kept, value, waiting = [], None, False
+    for token in tokens:
+        if waiting:
+            value, waiting = token, False
+        elif token == flag:
+            waiting = True
+        elif token.startswith(f"{flag}="):
+            value = token.partition("=")[2]
+        else:
+            kept.append(token)
+    if waiting:
+        raise UserError(f"{flag} needs a value")
+    return value, kept
+
+
+def _last(flag: str, tokens: list[str]) -> str | None:
+    return _take_option(flag, tokens)[0]
+
+
+def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
+    """`method: evidential` is short for `method: {name: evidential}`, and so is `data`."""
+    for key in ("method", "data"):
+        if isinstance(config.get(key), str):
+            config[key] = {"name": config[key]}
+    for key in (*_GROUPS, "method"):
+        if not isinstance(config.setdefault(key, {}), dict):
+            raise UserError(f"{file}: '{key}' holds {config[key]!r}; write its settings indented under it")
+    for group, key in (("method", "name"), ("data", "name"), (None, "preset")):
+        name = (config[group] if group else config).get(key)
+        if not isinstance(name, str | None):
+            raise UserError(f"{file}: '{f'{group}.' if group else ''}{key}' holds {name!r}; give a name of incseg list")
+    return config
+
+
+def _require_known_settings(parser: ArgumentParser, config: dict[str, Any], file: str) -> None:
+    """An unknown key is told as the file has it, not as the flag it is read by."""
+    known = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
+    for key in _flat(config):
+        if key not in known:
+            raise UserError(f"{file}: unknown setting '{key}'{nearest(key, known)}")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _as_tokens(config: dict[str, Any]) -> list[str]:
+    """A configuration file as flags, so that both are read, checked and complained about in one way."""
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in _flat(config).items()]

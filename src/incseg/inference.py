@@ -1,0 +1,347 @@
+"""Prediction for people: load a trained model, show it any image, get labels and uncertainty at the image's size."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from incseg.data.files import FileError, as_rgb, read_image
+from incseg.data.source import voc_palette
+from incseg.data.transforms import normalise
+from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import Runtime
+from incseg.losses.pixelwise import STRIP_ELEMENTS
+from incseg.methods import build_method
+from incseg.methods.base import Method
+from incseg.models.files import load_segmenter
+from incseg.models.segmenter import Segmenter
+from incseg.types import BACKGROUND, Increment, UserError
+
+TILE = 1536
+"""Side of a tile: an image of more pixels than a tile has is predicted in tiles."""
+LONGEST_ENLARGED = 8
+"""How many times longer than the test size an enlarged image may get: a strip of 30000 × 10 stays as it is."""
+COLUMN_BLOCK = 512
+"""Columns upsampled by one matrix product."""
+
+ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
+
+
+@dataclass
+class Result:
+    """What a model says of one image, at the size of the image.
+
+    image:         as the model saw it before resizing: RGB, turned the way viewers show it.
+    labels:        (H, W) uint8 learnt labels: 0 background, then the classes in the order of learning.
+    uncertainty:   (H, W) float32 in [0, 1], by the method's own rule.
+    probabilities: (C+1, H, W) float32, background first; None unless asked for, they are big.
+    classes, class_ids, palette: name, dataset id and colour of each learnt label.
+    """
+
+    image: Image.Image
+    labels: np.ndarray
+    uncertainty: np.ndarray
+    probabilities: np.ndarray | None
+    classes: tuple[str, ...]
+    class_ids: tuple[int, ...]
+    palette: np.ndarray
+
+    @property
+    def ids(self) -> np.ndarray:
+        """(H, W) uint8 dataset ids, as the dataset's own masks hold them."""
+        return np.array(self.class_ids, dtype=np.uint8)[self.labels]
+
+
+@dataclass
+class Predictor:
+    """A trained model with the rule of decision of its method.
+
+    classes, ids, palette: name, dataset id and (N+1, 3) colour of each learnt label, background first.
+    increments:            what was learnt in which step.
+    info:                  what the model file says of itself: file, step, network, method, protocol, test size.
+    """
+
+    model: Segmenter = field(repr=False)
+    method: Method = field(repr=False)
+    runtime: Runtime = field(repr=False)
+    classes: tuple[str, ...]
+    ids: tuple[int, ...]
+    palette: np.ndarray = field(repr=False)
+    info: dict[str, Any]
+
+    @property
+    def increments(self) -> Sequence[Increment]:
+        return self.model.increments
+
+    @property
+    def test_size(self) -> int:
+        """Shorter side of the images the model was tested on; 0 where they were left as they are."""
+        return int(self.info["test_size"])
+
+    @property
+    def palette_by_id(self) -> np.ndarray:
+        """(256, 3) uint8 colours by dataset id; black where the model knows no class."""
+        colours = np.zeros((256, 3), dtype=np.uint8)
+        colours[list(self.ids)] = self.palette
+        return colours
+
+    def with_options(self, **options: Any) -> Predictor:
+        """The same network with other options of its method, such as balancing="odds"."""
+        settings = {**self.info["method"], **options}
+        return replace(self, method=build_method(settings), info={**self.info, "method": settings})
+
+    def predict(
+        self, image: ImageLike, size: int | None = None, tile: int | None = None, probabilities: bool = False
+    ) -> Result:
+        """Labels and uncertainty of an image of any size and mode; transparency is dropped, as in training.
+
+        The shorter side becomes `size` pixels (by default the test size; 0 leaves the image as it is), but a long
+        strip is enlarged no further than LONGEST_ENLARGED sizes. An image that then has more than tile × tile
+        pixels is predicted in overlapping tiles whose logits are blended. The head adds the mean over what it sees
+        to every position, so a tile has the context of the tile only: near enough where tiles are large, and worth
+        a smaller `size` where they are not.
+        """
+        size = self.test_size if size is None else size
+        if size < 0:
+            raise UserError(f"size is {size}; give the shorter side in pixels, or 0 for the image as it is")
+        rgb = open_image(image)
+        width, height = _network_size(rgb.width, rgb.height, size)
+        resized = rgb if (width, height) == rgb.size else rgb.resize((width, height), Image.Resampling.BILINEAR)
+        logits = self._logits(resized, TILE if tile is None else tile)
+        return self._decide(rgb, logits, probabilities)
+
+    @torch.inference_mode()
+    def _logits(self, image: Image.Image, tile: int) -> Tensor:
+        """(1, C, h, w) logits of an RGB image, blended from tiles where it is large."""
+        unit = self.model.config.output_stride
+        fine = unit // self.model.stride  # positions per unit, more than one where the head reads shallower stages
+        window = tile // unit
+        if window < 4:
+            raise UserError(f"tile is {tile}; this model needs tiles of at least {4 * unit} pixels")
+        if image.width * image.height <= tile * tile:
+            return self._run(image)
+        height, width = (math.ceil(side / self.model.stride) for side in (image.height, image.width))
+        overlap = window // 4
+        total = torch.zeros(1, self.model.num_outputs, height, width, device=self.runtime.device)
+        weights = torch.zeros(height, width, device=self.runtime.device)
+        for top in _tile_starts(math.ceil(image.height / unit), window, overlap):
+            for left in _tile_starts(math.ceil(image.width / unit), window, overlap):
+                # Starts are multiples of the stride, so that the tile's positions are the whole image's.
+                right, bottom = min((left + window) * unit, image.width), min((top + window) * unit, image.height)
+                logits = self._run(image.crop((left * unit, top * unit, right, bottom)))
+                rows = slice(top * fine, top * fine + logits.shape[-2])
+                columns = slice(left * fine, left * fine + logits.shape[-1])
+                down = _blend_weights(rows.start, rows.stop, height, overlap * fine)
+                along = _blend_weights(columns.start, columns.stop, width, overlap * fine)
+                weight = torch.outer(down, along).to(self.runtime.device)
+                total[..., rows, columns] += weight * logits
+                weights[rows, columns] += weight
+        return total / weights
+
+    def _run(self, image: Image.Image) -> Tensor:
+        backbone = self.model.backbone
+        pixels = normalise(image, backbone.mean, backbone.std).unsqueeze(0).to(self.runtime.device)
+        with self.runtime.autocast():
+            return self.model(pixels).logits.float()
+
+    @torch.inference_mode()
+    def _decide(self, rgb: Image.Image, logits: Tensor, with_probabilities: bool) -> Result:
+        """The method's rule at the image's own size."""
+        height, width = rgb.height, rgb.width
+        labels = np.empty((height, width), dtype=np.uint8)
+        uncertainty = np.empty((height, width), dtype=np.float32)
+        shape = (len(self.classes), height, width)
+        probabilities = np.empty(shape, dtype=np.float32) if with_probabilities else None
+        for rows, strip in _upsampled_strips(logits, (height, width)):
+            prediction = self.method.predict(strip, self.model.increments)
+            labels[rows] = prediction.labels[0].cpu().numpy()
+            uncertainty[rows] = prediction.uncertainty[0].cpu().numpy()
+            if probabilities is not None:
+                probabilities[:, rows] = prediction.probabilities[0].cpu().numpy()
+        return Result(rgb, labels, uncertainty, probabilities, self.classes, self.ids, self.palette)
+
+
+def load(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+) -> Predictor:
+    """A predictor from a model file, a folder steps/K, or a run folder, whose last finished step is taken.
+
+    step:    which step of a run folder instead.
+    device:  cpu, cuda, cuda:N or auto.
+    threads: of torch on the CPU; None for its own choice.
+    """
+    file = _model_file(Path(path).expanduser(), step)
+    runtime = Runtime(device, threads=threads)
+    model, about = load_segmenter(file, runtime.device)
+    if not model.increments:
+        raise UserError(f"model file '{file}' has learnt no class yet; give the model of a finished step")
+    settings = about.get("method")
+    if not (isinstance(settings, dict) and "name" in settings):
+        raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
+    ids = (BACKGROUND, *(i for increment in model.increments for i in increment.ids))
+    return Predictor(
+        model=model,
+        method=build_method(settings),
+        runtime=runtime,
+        classes=("background", *(name for increment in model.increments for name in increment.classes)),
+        ids=ids,
+        palette=_palette(about, ids),
+        info={
+            "test_size": 0,
+            **{key: value for key, value in about.items() if key != "palette"},
+            "file": str(file),
+            "step": len(model.increments) - 1,
+            "model": asdict(model.config),
+        },
+    )
+
+
+def open_image(image: ImageLike) -> Image.Image:
+    """Any image as the model is shown it: RGB, turned the way viewers show it; of an animation the first frame."""
+    if isinstance(image, np.ndarray):
+        image = _from_array(image)
+    if not isinstance(image, Image.Image):
+        return _read(Path(image).expanduser())
+    if 0 in image.size:
+        raise UserError(f"the image is {image.width}×{image.height} and so has no pixels; give one that has")
+    try:
+        return as_rgb(image)
+    except OSError as error:  # Pillow decodes late
+        raise UserError(f"the image cannot be decoded ({error}); export or copy it again") from error
+
+
+def _from_array(array: np.ndarray) -> Image.Image:
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
+        raise UserError(
+            f"the image is an array of {array.dtype} and shape {array.shape}; "
+            "give uint8 of shape (H, W), (H, W, 3) or (H, W, 4)"
+        )
+    if 0 in array.shape:
+        raise UserError(f"the image is an array of shape {array.shape} and so has no pixels; give one that has")
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+def _read(path: Path) -> Image.Image:
+    if not path.is_file():
+        raise FileError(path, "is no file" if path.exists() else "no such file", "correct the path")
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns from half of its limit on; what lies between is large but is read.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return read_image(path)
+    except FileError as error:
+        if isinstance(error.__cause__, Image.DecompressionBombError) and Image.MAX_IMAGE_PIXELS:
+            raise FileError(
+                path,
+                f"it has more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels, the limit against decompression bombs",
+                "shrink or cut it; for a file you trust, raise PIL.Image.MAX_IMAGE_PIXELS in Python",
+            ) from error
+        raise
+
+
+def _model_file(path: Path, step: int | None) -> Path:
+    """The file that a path given by a person stands for."""
+    if not path.exists():
+        raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a .safetensors model file")
+    run = RunDir(path)
+    own = path / "model.safetensors"
+    if path.is_file() or own.is_file():
+        if step is not None:
+            raise UserError(f"step {step} was asked for, but '{path}' is one step already; give its run folder")
+        return path if path.is_file() else own
+    if not run.config.exists() and not (path / "steps").is_dir():
+        raise UserError(
+            f"'{path}' is no run folder: it has no config.yaml; give the folder that incseg train wrote, "
+            "one of its steps, or a .safetensors model file"
+        )
+    done = run.steps_done()
+    if not done:
+        raise UserError(f"'{path}' has no finished step yet; let incseg train go on")
+    if step is not None and step not in done:
+        raise UserError(f"'{path}' has no finished step {step}; choose from {done[0]} to {done[-1]}")
+    return run.model(done[-1] if step is None else step)
+
+
+def _palette(about: dict[str, Any], ids: Sequence[int]) -> np.ndarray:
+    """The colours in the model file, which knows those of later classes too; Pascal VOC's where there are none."""
+    colours = np.array(about.get("palette", []), dtype=np.uint8)
+    if colours.ndim == 2 and len(colours) >= len(ids) and colours.shape[1] == 3:
+        return colours[: len(ids)]
+    return voc_palette()[list(ids)]
+
+
+def _network_size(width: int, height: int, size: int) -> tuple[int, int]:
+    """(width, height) at which the network sees an image."""
+    short, long = sorted((width, height))
+    if size == 0 or short == size:
+        return width, height
+    if size / short > max(1.0, LONGEST_ENLARGED * size / long):
+        size, short = max(long, LONGEST_ENLARGED * size), long
+    # The long side is cut, not rounded, as in the test transform.
+    return max(1, width * size // short), max(1, height * size // short)
+
+
+def _tile_starts(length: int, window: int, overlap: int) -> list[int]:
+    """Where tiles of `window` begin so that they cover `length`, evenly, with at least `overlap` in common."""
+    if length <= window:
+        return [0]
+    gaps = math.ceil((length - window) / (window - overlap))
+    return [round(i * (length - window) / gaps) for i in range(gaps + 1)]
+
+
+def _blend_weights(start: int, stop: int, length: int, overlap: int) -> Tensor:
+    """(stop - start,) weights of a tile along one axis, 1 but towards edges that are not the image's.
+
+    There the outer quarter of the overlap has no say, because it saw the padding; then the weight grows linearly
+    to 1 at three quarters. Two tiles in their overlap have weights that sum to 1.
+    """
+    cells = torch.arange(start, stop) + 0.5
+    distance = torch.full_like(cells, math.inf)
+    if start > 0:
+        distance = cells - start
+    if stop < length:
+        distance = torch.minimum(distance, stop - cells)
+    return (2 * distance / overlap - 0.5).clamp(0, 1)
+
+
+def _upsampled_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
+    """The logits bilinearly at `size`, strip by strip: (rows, (B, C, rows, W)).
+
+    The values of `row_strips`, whose matrices grow with the square of the image's side; these only with the side.
+    """
+    rows = max(1, STRIP_ELEMENTS // (logits.shape[0] * logits.shape[1] * size[1]))
+    column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], COLUMN_BLOCK, logits.device))
+    for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], rows, logits.device):
+        narrow = weights @ logits[..., reach, :]
+        yield strip, torch.cat([narrow[..., reach] @ weights.T for _, reach, weights in column_blocks], dim=-1)
+
+
+def _bilinear_blocks(
+    size_in: int, size_out: int, block: int, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks of outputs along one axis: (outputs, the inputs they read, (outputs, inputs) weights)."""
+    position = ((torch.arange(size_out, dtype=torch.float64) + 0.5) * (size_in / size_out) - 0.5).clamp(min=0)
+    low = position.floor().long().clamp(max=size_in - 1)
+    high = (low + 1).clamp(max=size_in - 1)
+    fraction = (position - low).float()
+    for start in range(0, size_out, block):
+        outputs = slice(start, min(start + block, size_out))
+        reach = slice(int(low[start]), int(high[outputs.stop - 1]) + 1)
+        weights = torch.zeros(outputs.stop - start, reach.stop - reach.start)
+        rows = torch.arange(len(weights))
+        weights[rows, low[outputs] - reach.start] += 1 - fraction[outputs]
+        weights[rows, high[outputs] - reach.start] += fraction[outputs]
+        yield outputs, reach, weights.to(device)

@@ -1,0 +1,141 @@
+"""Pictures of predictions: indexed masks, uncertainty in colour, and the image overlaid with classes and legend."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from incseg.types import BACKGROUND
+
+# Eleven evenly spaced colours of viridis, whose lightness grows evenly; in between it is all but linear.
+_VIRIDIS = (
+    (68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140), (34, 168, 132),
+    (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
+)  # fmt: skip
+
+OVERLAY_SIDES = (480, 2400)
+"""Smaller images are enlarged, larger ones reduced, so that the longer side of an overlay lies between these."""
+_THINNEST = 24  # a strip drawn thinner than this shows nothing, so it is drawn out of proportion
+_OPACITY = 0.5
+_PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (120, 120, 120)
+
+
+def palette_image(values: np.ndarray, palette: np.ndarray) -> Image.Image:
+    """An indexed image: its pixels hold the (H, W) uint8 values, its palette their (≤ 256, 3) colours."""
+    image = Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
+    image.putpalette(np.ascontiguousarray(palette, dtype=np.uint8).tobytes())
+    return image
+
+
+def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
+    """(H, W) in [0, 1] as viridis, 0 dark and 1 bright; an indexed image whose pixels hold round(255 u)."""
+    levels = np.rint(np.clip(uncertainty, 0, 1) * 255).astype(np.uint8)
+    anchors = np.array(_VIRIDIS, dtype=np.float64)
+    at = np.linspace(0, len(anchors) - 1, 256)
+    colours = np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)
+    return palette_image(levels, np.rint(colours))
+
+
+def overlay(image: Image.Image, labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> Image.Image:
+    """The image with each class in its colour and outlined, over a legend of the classes it shows.
+
+    image: RGB; labels: (H, W) of the same size; palette and names: colour and name of each label. The background
+    is left clear.
+    """
+    size = _drawn_size(image.width, image.height)
+    shown = np.asarray(Image.fromarray(labels).resize(size, Image.Resampling.NEAREST))
+    photo = np.asarray(image.resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
+    colours = np.asarray(palette, dtype=np.float32)[shown]
+    inside, outline = shown != BACKGROUND, _outlines(shown, max(2, max(size) // 500))
+    opacity = np.where(outline, 1.0, np.where(inside, _OPACITY, 0.0)).astype(np.float32)[..., None]
+    picture = Image.fromarray(np.rint(photo + (colours - photo) * opacity).astype(np.uint8))
+    legend = _legend(_entries(labels, palette, names), max(picture.width, OVERLAY_SIDES[0]))
+    sheet = Image.new("RGB", (legend.width, picture.height + legend.height), _PAPER)
+    sheet.paste(picture, ((sheet.width - picture.width) // 2, 0))
+    sheet.paste(legend, (0, picture.height))
+    return sheet
+
+
+def _drawn_size(width: int, height: int) -> tuple[int, int]:
+    least, most = OVERLAY_SIDES
+    long = max(width, height)
+    if long < least:
+        factor: float = math.ceil(least / long)  # whole, so that all pixels are drawn alike
+    else:
+        factor = min(1.0, most / long)
+    return max(_THINNEST, round(width * factor)), max(_THINNEST, round(height * factor))
+
+
+def _outlines(labels: np.ndarray, thickness: int) -> np.ndarray:
+    """(H, W) bool, the pixels of a class within `thickness` of another label."""
+    edge = np.zeros(labels.shape, dtype=bool)
+    across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
+    edge[:, 1:] |= across
+    edge[:, :-1] |= across
+    edge[1:] |= down
+    edge[:-1] |= down
+    if thickness > 1:
+        grown = Image.fromarray(edge.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(2 * thickness - 1))
+        edge = np.asarray(grown) > 0
+    return edge & (labels != BACKGROUND)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    share: str
+    colour: tuple[int, int, int]
+
+
+def _entries(labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> list[_Entry]:
+    """The labels present, largest first; the background, which is not coloured, last."""
+    counts = np.bincount(labels.ravel(), minlength=len(names)).tolist()
+    present = [label for label, count in enumerate(counts) if count]
+    entries = []
+    for label in sorted(present, key=lambda label: (label == BACKGROUND, -counts[label])):
+        red, green, blue = (int(value) for value in palette[label])
+        colour = _PAPER if label == BACKGROUND else (red, green, blue)
+        entries.append(_Entry(" ".join(names[label].split()), _percent(counts[label] / labels.size), colour))
+    return entries
+
+
+def _percent(share: float) -> str:
+    if share < 0.001:
+        return "<0.1 %"
+    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
+    """Swatch, name and share of each entry, in even columns, row by row."""
+    text = max(16, width // 44)
+    font = ImageFont.load_default(size=text)
+    gap, line = text // 2, round(text * 1.75)
+    room = width - 2 * gap
+    most = max(font.getlength(entry.name) + font.getlength(entry.share) for entry in entries)
+    columns = max(1, min(len(entries), int(room // (text + 2 * gap + most + 2 * gap))))
+    cell = room // columns
+    legend = Image.new("RGB", (width, math.ceil(len(entries) / columns) * line + 2 * gap), _PAPER)
+    draw = ImageDraw.Draw(legend)
+    for index, entry in enumerate(entries):
+        left, middle = gap + index % columns * cell, gap + index // columns * line + line // 2
+        swatch = (left, middle - text // 2, left + text, middle + text // 2)
+        draw.rectangle(swatch, fill=entry.colour, outline=_FAINT, width=max(1, text // 16))
+        start = left + text + gap
+        name = _shortened(entry.name, left + cell - gap - font.getlength(entry.share) - gap - start, font)
+        draw.text((start, middle), name, _INK, font, anchor="lm")
+        draw.text((start + font.getlength(name) + gap, middle), entry.share, _FAINT, font, anchor="lm")
+    return legend
+
+
+def _shortened(name: str, width: float, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """As much of the name as fits."""
+    if font.getlength(name) <= width:
+        return name
+    # The first length that is too long, counted in characters before the ellipsis.
+    too_long = bisect_right(range(len(name)), width, key=lambda length: font.getlength(name[:length] + "…"))
+    return name[: max(0, too_long - 1)] + "…"

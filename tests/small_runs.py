@@ -1,0 +1,173 @@
+"""Runs of a second or two for the engine's tests, methods that fail on demand, and how to compare run folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+from torch import Tensor
+
+from incseg.engine.evaluator import EvalConfig
+from incseg.engine.progress import Screen
+from incseg.engine.rundir import RunDir
+from incseg.engine.trainer import TrainConfig
+from incseg.experiment import DataConfig, RunConfig, evaluate
+from incseg.files import read_tensors
+from incseg.methods.base import Method
+from incseg.methods.finetune import Finetune
+from incseg.models.segmenter import ModelConfig
+from incseg.protocol import Step
+from incseg.types import Batch, Increment, Output, Prediction
+
+GROUPS = ("data", "model", "train", "eval")
+
+
+def small_config(out: Path, **changes: Any) -> RunConfig:
+    """Three steps of shapes, 6-2, in about a second; `train={"workers": 2}` changes a part."""
+    config = RunConfig(
+        task="6-2",
+        seed=3,
+        out=str(out),
+        device="cpu",
+        threads=1,
+        data=DataConfig(train_size=32, val_size=8, image_size=48),
+        model=ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 2, 3)),
+        train=TrainConfig(epochs=2, batch_size=8, lr=0.1, lr_later=0.05, crop=48, scale=(0.7, 1.0), workers=0),
+        eval=EvalConfig(size=48, batch_size=3, workers=0),
+    )
+    parts = {name: dataclasses.replace(getattr(config, name), **changes.pop(name, {})) for name in GROUPS}
+    return dataclasses.replace(config, **parts, **changes)
+
+
+def write_config(config: RunConfig, path: Path) -> str:
+    """As a file for --config."""
+    path.write_text(yaml.safe_dump(config.as_dict()))
+    return str(path)
+
+
+def quiet() -> Screen:
+    return Screen(Console(file=io.StringIO()))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows, but for the seconds, which no two runs share."""
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in RunDir(folder).rows()]
+
+
+def evaluated_again(folder: Path, step: int | None = None) -> dict[str, Any]:
+    """The row that evaluating a saved step gives, with the training losses, which it does not know, added."""
+    row = evaluate(folder, step, screen=quiet)
+    return {**row, "losses": rows_of(folder)[row["index"]]["losses"]}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Rows, counts and every tensor of every step, bit for bit."""
+    assert rows_of(one) == rows_of(other)
+    assert RunDir(one).steps_done() == RunDir(other).steps_done() != []
+    for step in RunDir(one).steps_done():
+        for file in (RunDir.model, RunDir.state):
+            mine, my_metadata = read_tensors(file(RunDir(one), step))
+            theirs, their_metadata = read_tensors(file(RunDir(other), step))
+            assert my_metadata == their_metadata
+            assert mine.keys() == theirs.keys()
+            for name in mine:
+                assert torch.equal(mine[name], theirs[name]), f"step {step}, {name}"
+        counts = [np.load(RunDir(folder).confusion(step)) for folder in (one, other)]
+        np.testing.assert_array_equal(*counts)
+    finals = [json.loads(RunDir(folder).results.read_text())["final"] for folder in (one, other)]
+    assert finals[0] == finals[1]
+
+
+class _Wrapped(Method):
+    """Fine-tuning with something done to its losses; it counts the updates of a step in its state."""
+
+    background_output = True
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._softmax = Finetune()
+        self._updates = torch.zeros((), dtype=torch.int64)
+
+    def begin_step(self, context: Any) -> None:
+        self._updates = torch.zeros((), dtype=torch.int64)
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        losses = self._softmax.losses(batch, out, teacher, step)
+        losses["extra"] = self.extra(out.logits, step.index, int(self._updates))
+        self._updates = self._updates + 1
+        return losses
+
+    def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
+        raise NotImplementedError
+
+    def predict(self, logits: Tensor, increments: Any) -> Prediction:
+        return self._softmax.predict(logits, increments)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"updates": self._updates}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self._updates = state["updates"]
+
+
+class Exploding(_Wrapped):
+    """Its loss (or only the gradient of it) is not finite at iteration 2 of step 1."""
+
+    @dataclasses.dataclass
+    class Config:
+        part: str = "loss"
+
+    def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
+        if (step, iteration) != (1, 2):
+            return logits.sum() * 0
+        if self.config.part == "loss":
+            return logits.sum() * torch.nan
+        return (logits.sum() - logits.sum().detach()).sqrt()  # the root has an infinite slope at 0
+
+
+class Held(_Wrapped):
+    """Waits in iteration 1 of step 1 as long as the file that the environment names is there; dropout draws."""
+
+    def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
+        hold = os.environ.get("INCSEG_TEST_HOLD")
+        if hold and (step, iteration) == (1, 1):
+            Path(hold).touch()
+            deadline = time.monotonic() + 60
+            while Path(hold).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return torch.nn.functional.dropout(logits, 0.5).square().mean()
+
+
+class Remembering(_Wrapped):
+    """Predicts by what it learnt in `end_step`: background everywhere but where its own state says so."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._favourite = torch.zeros((), dtype=torch.int64)
+
+    def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
+        return logits.sum() * 0
+
+    def end_step(self, context: Any) -> None:
+        labelled = sum(batch.counts[1:255] for batch in context.batches())
+        self._favourite = labelled.argmax() + 1  # type: ignore[union-attr]
+
+    def predict(self, logits: Tensor, increments: list[Increment]) -> Prediction:
+        prediction = super().predict(logits, increments)
+        return dataclasses.replace(prediction, labels=torch.full_like(prediction.labels, int(self._favourite)))
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), "favourite": self._favourite}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        super().load_state(state)
+        self._favourite = state["favourite"]

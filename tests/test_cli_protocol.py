@@ -1,0 +1,65 @@
+"""The command `incseg protocol`, from a presence file: no image is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from incseg.cli import protocol as command
+from incseg.types import UserError
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide enough that the table wraps nothing."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+@pytest.fixture
+def presence(tmp_path: Path) -> str:
+    """Four images by zero-based class: aeroplane; aeroplane and pottedplant; nothing; tvmonitor."""
+    path = tmp_path / "presence.txt"
+    path.write_text("first 0\nsecond 0 15\nthird\nfourth 19\n")
+    return str(path)
+
+
+def test_json(presence, capsys):
+    assert run("--data", "voc", "--task", "15-1", "--setting", "disjoint", "--presence", presence, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert [step["train_images"] for step in summary["steps"]] == [1, 1, 0, 0, 0, 1]
+    assert [step["index"] for step in summary["steps"]] == list(range(6))
+    assert summary["steps"][0]["ids"] == list(range(1, 16))
+    assert summary["steps"][0]["classes"][0] == "aeroplane"
+    assert summary["steps"][5]["classes"] == ["tvmonitor"]
+    assert summary["rules"]["name"] == "plop"
+
+
+def test_table_shows_steps_and_rules(presence, capsys):
+    assert run("--data", "voc", "--task", "19-1", "--rules", "mib", "--presence", presence) == 0
+    text = capsys.readouterr().out
+    for expected in ("voc 19-1, overlapped", "aeroplane", "tvmonitor", "1-19", "training images in the dataset: 4"):
+        assert expected in text
+    assert "label rules: mib" in text
+    assert "void pixels (255) count as background" in text
+
+
+def test_a_hundred_names_are_shortened(presence, capsys):
+    assert run("--data", "ade20k", "--task", "100-10", "--order", "b", "--presence", presence) == 0
+    text = capsys.readouterr().out
+    assert "ade20k 100-10, overlapped, order b" in text
+    assert "and 92 more" in text
+    assert "unlabelled pixels (0)" in text
+
+
+def test_unknown_task(presence):
+    with pytest.raises(UserError, match=r"did you mean '15-1'\?"):
+        run("--data", "voc", "--task", "15_1", "--presence", presence)

@@ -1,0 +1,339 @@
+"""What every method keeps to, those of the package and one from outside: losses, prediction, state, a whole run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from small_runs import evaluated_again, quiet, rows_of, small_config, write_config
+from torch import Tensor
+
+from incseg.cli import main
+from incseg.experiment import train
+from incseg.losses.pixelwise import row_strips
+from incseg.methods import METHODS, build_method, find_method
+from incseg.methods.base import Method, StepContext
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.protocol import Protocol, Step
+from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output, Prediction, UserError
+
+OUTSIDE = "outside.tempered:Tempered"
+OUTSIDE_SOURCE = '''
+"""Softmax with a temperature, from a package of one's own."""
+from dataclasses import dataclass
+
+import torch
+from incseg.losses.pixelwise import pixelwise
+from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.methods.base import Method
+
+
+class Tempered(Method):
+    background_output = True
+
+    @dataclass
+    class Config:
+        """Options.
+
+        Args:
+            temperature: the logits are divided by it.
+        """
+
+        temperature: float = 1.0
+
+    seen_batches = torch.zeros(())
+    def losses(self, batch, out, teacher, step):
+        def strip(logits, labels, _):
+            return {"tempered": cross_entropy_sum(logits / self.config.temperature, labels) / batch.valid_pixels}
+
+        return pixelwise(strip, out.logits, batch.labels)
+
+    def predict(self, logits, increments):
+        return softmax_prediction(logits / self.config.temperature)
+
+    def end_step(self, context):
+        self.seen_batches = self.seen_batches + len(list(context.batches()))
+
+    def state(self):
+        return {"seen_batches": self.seen_batches}
+
+    def load_state(self, state):
+        self.seen_batches = state["seen_batches"]
+'''
+
+INFO = DatasetInfo("toy", ("ant", "bee", "cow", "doe"))
+TASK = "ant,bee/cow/doe"  # two classes, then one, then one
+SIZE = 24
+
+
+def steps_of(name: str) -> tuple[Step, ...]:
+    setting = "joint" if name != OUTSIDE and METHODS[name].single_step else "overlapped"
+    return Protocol(INFO, TASK, setting).steps
+
+
+CASES = [(name, index) for name in (*METHODS, OUTSIDE) for index in range(len(steps_of(name)))]
+
+
+@pytest.fixture(autouse=True)
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of the user's own on the path."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "__init__.py").write_text("")
+    (tmp_path / "outside" / "tempered.py").write_text(OUTSIDE_SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("outside", "outside.tempered"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+class Scene:
+    """A method in the middle of a step: the grown model, its teacher, and batches of any labels."""
+
+    def __init__(self, name: str, index: int) -> None:
+        torch.manual_seed(0)
+        self.method = build_method({"name": name})
+        self.step = steps_of(name)[index]
+        config = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1), norm="group")
+        self.model = Segmenter(config, self.method.background_output)
+        self.teacher: Segmenter | None = None
+        for step in steps_of(name)[: index + 1]:
+            self.teacher = self.model.frozen_copy() if step.index else None
+            self.model.grow(Increment(step.names, step.new, 10 + step.index))
+            torch.nn.init.normal_(self.model.classifiers[-1].get_parameter("weight"), std=0.3)
+            self.method.begin_step(StepContext(step, self.model, self.teacher, lambda: iter([self.mixed()])))
+        self.new = [len(self.step.old) + number for number in range(1, len(self.step.new) + 1)]
+
+    def batch(self, labels: Tensor) -> Batch:
+        images = torch.randn(len(labels), 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+        return Batch(images, labels, torch.bincount(labels.flatten(), minlength=256).float())
+
+    def mixed(self) -> Batch:
+        choices = torch.tensor([0, *self.new, IGNORE], dtype=torch.uint8)
+        drawn = torch.randint(len(choices), (2, SIZE, SIZE), generator=torch.Generator().manual_seed(2))
+        return self.batch(choices[drawn])
+
+    def filled(self, label: int) -> Batch:
+        return self.batch(torch.full((2, SIZE, SIZE), label, dtype=torch.uint8))
+
+    def forward(self, batch: Batch) -> tuple[Output, Output | None]:
+        with torch.no_grad():
+            teacher = self.teacher(batch.images) if self.teacher else None
+        return self.model(batch.images), teacher
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        out, teacher = self.forward(batch)
+        return self.method.losses(batch, out, teacher, self.step)
+
+    def backward(self, losses: dict[str, Tensor]) -> None:
+        self.model.zero_grad()
+        torch.stack(list(losses.values())).sum().backward()
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+
+    def predict(self, logits: Tensor) -> Prediction:
+        return self.method.predict(logits, self.model.increments)
+
+
+@pytest.fixture(params=CASES, ids=[f"{name.split(':')[-1]}-{index}" for name, index in CASES])
+def scene(request: pytest.FixtureRequest, outside: None) -> Scene:
+    return Scene(*request.param)
+
+
+def assert_losses(losses: dict[str, Tensor]) -> None:
+    assert losses
+    for name, value in losses.items():
+        assert isinstance(name, str)
+        assert value.shape == (), name
+        assert value.dtype == torch.float32, name
+        assert value.isfinite(), name
+        assert value.requires_grad, name
+
+
+def test_losses_are_finite_scalars_whose_gradient_reaches_the_new_classifier(scene: Scene) -> None:
+    losses = scene.losses(scene.mixed())
+    assert_losses(losses)
+    assert all(value.item() >= 0 for value in losses.values())
+    scene.backward(losses)
+    for parameter in scene.model.classifiers[-1].parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad.flatten(1).abs().sum(-1) if parameter.ndim > 1 else parameter.grad.abs()).all()
+
+
+def test_each_new_class_learns_from_its_pixels(scene: Scene) -> None:
+    for position, label in enumerate(scene.new):
+        scene.backward(scene.losses(scene.filled(label)))
+        bias = scene.model.classifiers[-1].get_parameter("bias").grad
+        assert bias is not None
+        first = len(bias) - len(scene.new)  # a background output may stand before the classes
+        assert bias[first + position] < 0, "descent raises the score of the class that is shown"
+
+
+def test_a_batch_without_new_pixels(scene: Scene) -> None:
+    losses = scene.losses(scene.filled(0))
+    assert_losses(losses)
+    scene.backward(losses)
+    bias = scene.model.classifiers[-1].get_parameter("bias").grad
+    assert bias is not None
+    assert (bias[-len(scene.new) :] > 0).all(), "descent lowers the score of classes that are not there"
+
+
+def test_a_batch_of_void_teaches_no_class(scene: Scene) -> None:
+    losses = scene.losses(scene.filled(IGNORE))
+    assert_losses(losses)
+    scene.backward(losses)
+    newest = scene.model.classifiers[-1].get_parameter("weight").grad
+    assert newest is not None
+    assert (newest == 0).all()
+
+
+def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene) -> None:
+    """Halves of a batch, each with the mean of both halves' counts, average to the whole: what DDP relies on."""
+    whole = scene.mixed()
+    halves = [scene.batch(whole.labels[i : i + 1]) for i in range(2)]
+    for half, image in zip(halves, whole.images, strict=True):
+        half.images, half.counts = image[None], whole.counts / 2
+    together = scene.losses(whole)
+    apart = [scene.losses(half) for half in halves]
+    for name, value in together.items():
+        torch.testing.assert_close(sum(part[name] for part in apart) / 2, value)
+
+
+def test_half_precision_gives_finite_float32_losses(scene: Scene) -> None:
+    batch = scene.mixed()
+    exact = scene.losses(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, teacher = scene.forward(batch)
+    assert out.logits.dtype == torch.bfloat16
+    losses = scene.method.losses(batch, out, teacher, scene.step)
+    assert_losses(losses)
+    scene.backward(losses)
+    for name, value in losses.items():
+        torch.testing.assert_close(value, exact[name], rtol=0.05, atol=0.02)
+
+
+def test_channels_fit_the_background_output(scene: Scene) -> None:
+    out, _ = scene.forward(scene.mixed())
+    known = len(scene.step.seen)
+    assert scene.model.num_classes == known
+    assert out.logits.shape[1] == scene.model.num_outputs == known + scene.method.background_output
+    assert scene.predict(out.logits).probabilities.shape[1] == known + 1
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0, 1e4])
+def test_predictions_are_probabilities(scene: Scene, scale: float) -> None:
+    logits = scale * torch.randn(2, scene.model.num_outputs, 9, 7, generator=torch.Generator().manual_seed(3))
+    prediction = scene.predict(logits)
+    known = len(scene.step.seen)
+    assert prediction.probabilities.shape == (2, known + 1, 9, 7)
+    assert prediction.probabilities.isfinite().all()
+    assert (prediction.probabilities >= 0).all()
+    torch.testing.assert_close(prediction.probabilities.sum(1), torch.ones(2, 9, 7))
+    assert prediction.labels.shape == prediction.uncertainty.shape == (2, 9, 7)
+    assert prediction.labels.dtype == torch.uint8
+    assert prediction.labels.max() <= known
+    assert prediction.uncertainty.min() >= 0
+    assert prediction.uncertainty.max() <= 1
+
+
+def test_the_strongest_class_wins(scene: Scene) -> None:
+    known = len(scene.step.seen)
+    logits = torch.full((1, scene.model.num_outputs, 1, known), -5.0)
+    for label in range(1, known + 1):
+        logits[0, label - 1 + scene.method.background_output, 0, label - 1] = 9.0
+    assert scene.predict(logits).labels.flatten().tolist() == list(range(1, known + 1))
+
+
+def test_prediction_is_pixelwise(scene: Scene) -> None:
+    low = 3 * torch.randn(2, scene.model.num_outputs, 6, 5, generator=torch.Generator().manual_seed(4))
+    ((_, logits),) = row_strips(low, (12, 10))
+    whole = scene.predict(logits)
+    parts = Prediction.join_rows(
+        [scene.predict(logits[:, :, rows]) for rows in (slice(0, 1), slice(1, 8), slice(8, 12))]
+    )
+    for part, all_ in zip(vars(parts).values(), vars(whole).values(), strict=True):
+        torch.testing.assert_close(part, all_)
+    mirrored = scene.predict(logits.flip(-1))
+    torch.testing.assert_close(mirrored.labels.flip(-1), whole.labels)
+
+
+def test_the_state_survives(scene: Scene) -> None:
+    context = StepContext(scene.step, scene.model, scene.teacher, lambda: iter([scene.mixed()]))
+    scene.method.end_step(context)
+    state = {name: tensor.clone() for name, tensor in scene.method.state().items()}
+    fresh = type(scene.method)(scene.method.config)
+    fresh.load_state(state)
+    assert fresh.state().keys() == state.keys()
+    for name, tensor in fresh.state().items():
+        assert torch.equal(tensor, state[name]), name
+    out, teacher = scene.forward(scene.mixed())
+    mine, theirs = (m.predict(out.logits, scene.model.increments) for m in (scene.method, fresh))
+    assert torch.equal(mine.probabilities, theirs.probabilities)
+    mine_losses, their_losses = (m.losses(scene.mixed(), out, teacher, scene.step) for m in (scene.method, fresh))
+    assert mine_losses == their_losses
+
+
+@pytest.mark.parametrize("name", [*METHODS, OUTSIDE])
+def test_a_whole_run(name: str, tmp_path: Path) -> None:
+    """One class per step, to the end, and evaluated again to the same row."""
+    config = small_config(tmp_path / "run", task="8-1", method={"name": name}, train={"epochs": 1})
+    train(config, quiet)
+    rows = rows_of(config.folder)
+    assert [len(row["classes"]) for row in rows] == ([10] if find_method(name).single_step else [8, 1, 1])
+    assert len(rows[-1]["iou"]) == 11
+    assert rows[-1]["new"] is not None
+    assert evaluated_again(config.folder) == rows[-1]
+
+
+def test_a_method_from_outside_has_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(OUTSIDE_SOURCE.strip().splitlines()) <= 40
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--method", OUTSIDE, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--method.temperature" in shown
+    assert "the logits are divided by it" in shown
+    assert "--method.balancing" not in shown
+    settings = small_config(tmp_path / "run", task="joint", train={"epochs": 1})
+    base = ["train", "--config", write_config(settings, tmp_path / "c.yaml"), "--method", OUTSIDE]
+    assert main([*base, "--method.temperature", "2"]) == 0
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["method"] == {"name": OUTSIDE, "temperature": 2.0}
+    assert OUTSIDE in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "run"), "--method.temperature", "5"]) == 0
+    capsys.readouterr()
+    assert main([*base, "--method.temprature", "2"]) == 2
+    assert "did you mean --method.temperature?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("finetun", "unknown method 'finetun'; did you mean 'finetune'"),
+        ("absent.module:Class", "cannot be imported .*No module named 'absent'"),
+        ("outside.tempered:Absent", "cannot be imported .*Absent"),
+        ("outside.tempered:torch", "is no subclass"),
+        ("pathlib:Path", "is no subclass of incseg.methods.base.Method"),
+        (":", "cannot be imported"),
+    ],
+)
+def test_methods_that_are_not_there(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_method(name)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(UserError, match=r"method 'finetune': .*unexpected keyword argument 'x'"):
+        build_method({"name": "finetune", "x": 1})
+
+
+def test_every_method_is_described() -> None:
+    for name, kind in METHODS.items():
+        assert issubclass(kind, Method)
+        assert (sys.modules[kind.__module__].__doc__ or "").strip(), name
+        assert isinstance(kind.background_output, bool)
+        options: Any = kind.Config()
+        assert kind(options).config is options
