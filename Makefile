@@ -1,0 +1,31 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: demo test lint setup clean
+
+demo: setup
+	$(BIN)/incseg train --data shapes --out runs/demo
+	$(BIN)/incseg data export --data shapes --split val --limit 6 --out runs/demo/images
+	$(BIN)/incseg predict runs/demo runs/demo/images/images --out runs/demo/predictions
+	@echo "Look at runs/demo/predictions/*_overlay.png and *_uncertainty.png; the figures are in runs/demo/results.json."
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,imagenet,tensorboard]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
