@@ -120,8 +120,8 @@ class Scene:
 
     def forward(self, batch: Batch) -> tuple[Output, Output | None]:
         with torch.no_grad():
-            teacher = self.teacher(batch.images) if self.teacher else None
-        return self.model(batch.images), teacher
+            teacher = self.teacher(batch.inputs) if self.teacher else None
+        return self.model(batch.inputs), teacher
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         out, teacher = self.forward(batch)

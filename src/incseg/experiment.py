@@ -7,16 +7,19 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 import incseg
 from incseg.data import build_source
-from incseg.data.presence import Presence, presence_of
+from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
+from incseg.data.presence import Presence, cache_path, presence_of
 from incseg.data.source import Source, Split
+from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
 from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
+from incseg.engine.features import feature_store, fill
 from incseg.engine.progress import Reporter, Screen, Silent
 from incseg.engine.rundir import RunDir, read_config
 from incseg.engine.runtime import Precision, Runtime, seed_everything, started
@@ -45,6 +48,8 @@ class DataConfig:
         image_size: side of the scenes of shapes.
         train_limit: use at most so many images in each step, evenly chosen; a try-out, not the protocol.
         val_limit: test on at most so many images, evenly chosen.
+        cache: auto keeps the features of a frozen backbone on disk where the input is deterministic up to a flip
+            (train.scale empty); off computes them every time.
     """
 
     name: str = "shapes"
@@ -57,6 +62,7 @@ class DataConfig:
     image_size: int = 96
     train_limit: int | None = None
     val_limit: int | None = None
+    cache: Literal["auto", "off"] = "auto"
 
 
 @dataclass
@@ -168,8 +174,46 @@ class Setup:
             row |= {"train_images": len(images), "test_images": sum(flags)}
         return Setup(source, protocol, train_images, test_images, counted, summary, notes)
 
-    def evaluator(self, config: EvalConfig, runtime: Runtime, reporter: Reporter) -> Evaluator:
-        return Evaluator(self.protocol, self.source, self.test_images, self.counted, config, runtime, reporter)
+    def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
+        """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
+        images = (self.train_images, self.test_images, config.seed)
+        stride = config.train.label_stride
+        if _features_can_be_kept(config):
+            root, workers = cache_path("features"), self.source.default_workers(runtime.world)
+            kept = feature_store(root, model, self.source, "train", config.train.crop)
+            kept_for_test = feature_store(root, model, self.source, "val", config.eval.size)
+            if train:
+                needed = {i for step in self.train_images for i in step}
+                fill(kept, needed, model, self.source, "train", workers, runtime, reporter)
+            fill(kept_for_test, self.test_images, model, self.source, "val", workers, runtime, reporter)
+            return FeatureFeed(*images, kept, kept_for_test, config.train.flip, stride)
+        mean, std = model.backbone.mean, model.backbone.std
+        crop, scale, flip = config.train.crop, config.train.scale, config.train.flip
+        return PixelFeed(
+            *images,
+            source=self.source,
+            train_transform=TrainTransform(crop, mean, std, scale, flip)
+            if scale
+            else CentreTransform(crop, mean, std, flip),
+            plain_transform=TestTransform(crop, mean, std),
+            test_transform=TestTransform(config.eval.size or None, mean, std),
+            label_stride=stride,
+            train_workers=_workers(config.train.workers, self.source, runtime),
+            test_workers=_workers(config.eval.workers, self.source, runtime),
+            pin=runtime.device.type == "cuda",
+        )
+
+    def evaluator(self, feed: Feed, config: EvalConfig, runtime: Runtime, reporter: Reporter) -> Evaluator:
+        return Evaluator(self.protocol, feed, self.counted, config, runtime, reporter)
+
+
+def _features_can_be_kept(config: RunConfig) -> bool:
+    deterministic = config.train.scale is None and config.eval.size > 0
+    return config.data.cache == "auto" and config.model.freeze_backbone and deterministic
+
+
+def _workers(asked: int | None, source: Source, runtime: Runtime) -> int:
+    return source.default_workers(runtime.world) if asked is None else asked
 
 
 def read_presence_of(source: Source, split: Split, file: str | None, reporter: Reporter) -> Presence:
@@ -228,12 +272,12 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
 
     setup, model = runtime.main_first(prepare)
     protocol = setup.protocol
+    feed = setup.feed(config, model.to(runtime.device), runtime, reporter, train=True)
     board = Board(folder.tensorboard if runtime.is_main else None)
     trainer = Trainer(
         protocol=protocol,
-        source=setup.source,
-        train_images=setup.train_images,
-        evaluator=setup.evaluator(config.eval, runtime, reporter),
+        feed=feed,
+        evaluator=setup.evaluator(feed, config.eval, runtime, reporter),
         method=method,
         model=model,
         train=config.train,
@@ -297,7 +341,8 @@ def evaluate(
             method.load_state({name: tensor.to(runtime.device) for name, tensor in state.items()})
             step = setup.protocol.steps[index]
             model, _ = load_segmenter(run.model(index), runtime.device)
-            evaluator = setup.evaluator(config.eval, runtime, reporter)
+            feed = setup.feed(config, model, runtime, reporter, train=False)
+            evaluator = setup.evaluator(feed, config.eval, runtime, reporter)
             counts = evaluator.count(model, method, step)
             row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
             title = f"{config.method['name']} on {setup.protocol.dataset.name} {setup.protocol.task}, step {index}"

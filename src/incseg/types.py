@@ -47,13 +47,13 @@ class Increment:
 class Batch:
     """Images with their training labels, on the device.
 
-    images:  (B, 3, H, W) float, normalised.
+    inputs:  what the model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads.
     labels:  (B, H, W) uint8, learnt indices: 0 background, 1.. in the order of learning, 255 ignored.
     counts:  (256,) float, how many pixels carry each label: the mean over all processes, so that
              dividing a local sum by it and averaging gradients gives the mean over the global batch.
     """
 
-    images: Tensor
+    inputs: Tensor | tuple[Tensor, ...]
     labels: Tensor
     counts: Tensor
     names: Sequence[str] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from incseg.data.source import Source, Split
-from incseg.data.transforms import TestTransform, TrainTransform
+from incseg.data.transforms import Transform
 from incseg.types import UserError
 
 Sample = tuple[Tensor, Tensor, int]
@@ -31,7 +31,7 @@ class StepView(Dataset[Sample | UserError]):
         split: Split,
         images: Sequence[int],
         table: np.ndarray,
-        transform: TrainTransform | TestTransform,
+        transform: Transform,
         seed: Sequence[int] = (),
     ) -> None:
         self.source, self.split, self.images = source, split, list(images)
@@ -47,9 +47,13 @@ class StepView(Dataset[Sample | UserError]):
             image, mask = self.source.pair(self.split, index)
         except UserError as error:  # workers would wrap it in a traceback; `batches` raises it whole
             return error
-        generator = np.random.default_rng([*self.seed, epoch, position])
-        pixels, labels = self.transform(image, self.table[mask], generator)
+        pixels, labels = self.transform(image, self.table[mask], sample_generator(self.seed, epoch, position))
         return pixels, labels, index
+
+
+def sample_generator(seed: Sequence[int], epoch: int, position: int) -> np.random.Generator:
+    """What augments one sample."""
+    return np.random.default_rng([*seed, epoch, position])
 
 
 class EpochOrder(Sampler[list[tuple[int, int]]]):
@@ -101,12 +105,12 @@ def collate(samples: Sequence[Sample | UserError]) -> tuple[Tensor, Tensor, list
 
 
 def batches(
-    view: StepView, order: Sampler[list[tuple[int, int]]] | Sequence[list[tuple[int, int]]], workers: int, pin: bool
+    view: StepView, order: Iterable[list[tuple[int, int]]], workers: int, pin: bool
 ) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
     """Load batches in order with `workers` processes; a faulty file raises its own UserError."""
     loader = DataLoader(
         view,
-        batch_sampler=order,
+        batch_sampler=order,  # type: ignore[arg-type]  # it asks for no more than an iterable
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pin,

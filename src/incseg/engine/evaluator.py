@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from incseg.data.source import Source
-from incseg.data.transforms import TestTransform
-from incseg.data.views import StepView, batches, in_order
+from incseg.data.feeds import Feed
 from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
@@ -22,7 +20,7 @@ from incseg.metrics.continual import summary
 from incseg.metrics.uncertainty import BINS, ranking, score_counts
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Protocol, Step
-from incseg.types import BACKGROUND, IGNORE, UNSEEN, UserError
+from incseg.types import BACKGROUND, IGNORE, UNSEEN, Prediction, UserError
 
 
 @dataclass
@@ -51,7 +49,8 @@ class Counts:
     """Everything an evaluation counts; adds up over batches and processes.
 
     confusion: (N+1, N+1) over the images that the rules count.
-    scores:    (3, BINS) histograms of the uncertainty at true background, unseen and seen classes, all images.
+    scores:    (4, BINS) histograms over all images: 1 − P(background) at true background and at unseen classes,
+               the uncertainty at seen and at unseen classes.
     """
 
     confusion: Tensor
@@ -61,7 +60,7 @@ class Counts:
     def zero(num_labels: int, device: torch.device) -> Counts:
         return Counts(
             torch.zeros(num_labels, num_labels, dtype=torch.int64, device=device),
-            torch.zeros(3, BINS, dtype=torch.int64, device=device),
+            torch.zeros(4, BINS, dtype=torch.int64, device=device),
         )
 
     def reduce(self, runtime: Runtime) -> Counts:
@@ -77,8 +76,7 @@ class Evaluator:
     """
 
     protocol: Protocol
-    source: Source
-    images: Sequence[int]
+    feed: Feed
     counted: Sequence[Sequence[bool]]
     config: EvalConfig
     runtime: Runtime
@@ -90,23 +88,20 @@ class Evaluator:
         model.eval()
         device = self.runtime.device
         counts = Counts.zero(model.num_classes + 1, device)
-        transform = TestTransform(self.config.size or None, model.backbone.mean, model.backbone.std)
-        view = StepView(self.source, "val", self.images, step.test_table, transform)
-        allowed = dict(zip(self.images, self.counted[step.index], strict=True))
+        images = self.feed.test_images
+        allowed = dict(zip(images, self.counted[step.index], strict=True))
         unseen = BACKGROUND if self.protocol.rules.unseen_at_test == "background" else IGNORE
-        asked = self.config.workers
-        workers = self.source.default_workers(self.runtime.world) if asked is None else asked
-        order = in_order(self.runtime.share(range(len(view))), self.config.batch_size if self.config.size else 1)
-        self.reporter.begin(f"test {step.index}/{len(self.protocol.steps) - 1}", len(view))
-        for images, labels, indices in batches(view, order, workers, device.type == "cuda"):
+        mine, size = self.runtime.share(range(len(images))), self.config.batch_size if self.config.size else 1
+        self.reporter.begin(f"test {step.index}/{len(self.protocol.steps) - 1}", len(images))
+        for inputs, labels, indices in self.feed.testing(step, mine, size):
             labels = labels.to(device, non_blocking=True)
             in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
             with self.runtime.autocast():
-                logits = model(images.to(device, non_blocking=True)).logits
+                logits = model(self.runtime.move(inputs)).logits
             for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
                 prediction = method.predict(strip, model.increments)
                 target = labels[:, rows]
-                _count_uncertainty(counts.scores, prediction.uncertainty, target)
+                _count_scores(counts.scores, prediction, target)
                 target = torch.where(target == UNSEEN, unseen, target)
                 target = torch.where(in_matrix, target, IGNORE)
                 counts.confusion += confusion_counts(prediction.labels, target, model.num_classes + 1)
@@ -119,25 +114,33 @@ class Evaluator:
         return {"test_images": sum(self.counted[step.index]), **figures(counts, self.protocol, step)}
 
 
-def _count_uncertainty(scores: Tensor, uncertainty: Tensor, target: Tensor) -> None:
-    kinds = (target == BACKGROUND, target == UNSEEN, (target != BACKGROUND) & (target < UNSEEN))
-    for row, chosen in zip(scores, kinds, strict=True):
-        row += score_counts(uncertainty[chosen])
+def _count_scores(scores: Tensor, prediction: Prediction, target: Tensor) -> None:
+    unseen, seen = target == UNSEEN, (target != BACKGROUND) & (target < UNSEEN)
+    not_background = 1 - prediction.probabilities[:, 0]
+    shown = (
+        (not_background, target == BACKGROUND),
+        (not_background, unseen),
+        (prediction.uncertainty, seen),
+        (prediction.uncertainty, unseen),
+    )
+    for row, (score, chosen) in zip(scores, shown, strict=True):
+        row += score_counts(score[chosen])
 
 
 def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:
-    """Base / New / All / Inc in percent, IoU per class, and how well u knows what is not learnt yet."""
+    """Base / New / All / Inc in percent, IoU per class, and how well classes not learnt yet are told apart:
+    from true background by 1 − P(background), from seen classes by the uncertainty."""
     shares = iou(counts.confusion).tolist()
     names = ["background", *(protocol.dataset.classes[i - 1] for i in step.seen)]
     has_background = protocol.dataset.has_background
     shown = list(zip(names, shares, strict=True))[0 if has_background else 1 :]
-    background, unseen, seen = counts.scores
+    at_background, at_unseen, sure, unsure = counts.scores
     return {
         **summary(shares, _learnt_groups(protocol, step), has_background),
         "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
         "unseen": {
-            "from_background": ranking(unseen, background) if has_background else None,
-            "from_seen": ranking(unseen, seen),
+            "from_background": ranking(at_unseen, at_background) if has_background else None,
+            "from_seen": ranking(unsure, sure),
         },
     }
 

@@ -89,6 +89,12 @@ class Runtime:
         """This process's part of a list; the parts of all processes make up the whole, each item once."""
         return list(rows[self.rank :: self.world])
 
+    def move(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """What a model takes, on the device."""
+        if isinstance(inputs, Tensor):
+            return inputs.to(self.device, non_blocking=True)
+        return tuple(part.to(self.device, non_blocking=True) for part in inputs)
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as it is called in training: gradients are averaged over processes."""
         if self.world == 1:

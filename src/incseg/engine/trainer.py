@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from incseg.data.source import Source
-from incseg.data.transforms import TestTransform, TrainTransform
-from incseg.data.views import EpochOrder, StepView, batches, in_order
+from incseg.data.feeds import Feed, Inputs
+from incseg.data.views import EpochOrder
 from incseg.engine.board import Board
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.evaluator import Evaluator
@@ -47,7 +46,9 @@ class TrainConfig:
         weight_decay: on all parameters.
         power: of the schedule lr·(1 − iteration/total)^power.
         crop: side of the training images.
-        scale: range of the random crop's share of the image's area.
+        scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
+            becomes `crop` and the centre is taken, as in the test.
+        label_stride: train against every so many-th label in both directions; 1 is the full resolution.
         flip: mirror half of the images.
         clip: largest norm of the gradient; empty for no limit.
         workers: loader processes; empty for a choice by machine and data.
@@ -63,14 +64,22 @@ class TrainConfig:
     weight_decay: float = 1e-4
     power: float = 0.9
     crop: int = 512
-    scale: tuple[float, float] = (0.5, 2.0)
+    scale: tuple[float, float] | None = (0.5, 2.0)
+    label_stride: int = 1
     flip: bool = True
     clip: float | None = None
     workers: int | None = None
     checkpoint_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("epochs_later", 1), ("batch_size", 1), ("crop", 1), ("workers", 0)):
+        for name, least in (
+            ("epochs", 1),
+            ("epochs_later", 1),
+            ("batch_size", 1),
+            ("crop", 1),
+            ("label_stride", 1),
+            ("workers", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"train.{name} is {value}; it must be at least {least}")
@@ -94,8 +103,7 @@ class Trainer:
     """Everything a run needs, as objects; `run` goes from where the run folder stands to the end."""
 
     protocol: Protocol
-    source: Source
-    train_images: Sequence[Sequence[int]]
+    feed: Feed
     evaluator: Evaluator
     method: Method
     model: Segmenter
@@ -134,7 +142,7 @@ class Trainer:
 
     def _learn(self, step: Step) -> dict[str, Any]:
         seed_everything(self.seed, step.index)
-        images = self.train_images[step.index]
+        images = self.feed.train_images[step.index]
         if not images:
             raise UserError(f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol")
         teacher = self.model.frozen_copy() if step.index else None
@@ -176,7 +184,7 @@ class Trainer:
         progress = load_checkpoint(
             self.folder.checkpoint, step.index, self.model, optimizer, scaler, self.method, self.runtime
         )
-        view, order = self._training_view(step, epochs, progress.iteration)
+        order = self._order(step, epochs, progress.iteration)
         per_epoch, total = order.batches_per_epoch, order.batches_per_epoch * epochs
         before, started = progress.seconds, time.monotonic()
         saved = started
@@ -190,11 +198,11 @@ class Trainer:
 
         self.reporter.begin(f"step {step.index}/{len(self.protocol.steps) - 1}", total, progress.iteration)
         with _interruptible() as stop:
-            for images, labels, _ in batches(view, order, self._workers, self._pins):
+            for inputs, labels, _ in self.feed.training(step, order):
                 iteration = progress.iteration
                 for group in optimizer.param_groups:
                     group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
-                terms = self._update(wrapped, teacher, optimizer, scaler, images, labels, step, iteration)
+                terms = self._update(wrapped, teacher, optimizer, scaler, inputs, labels, step, iteration)
                 progress.add(terms, starts_epoch=iteration % per_epoch == 0)
                 means = "  ".join(f"{name} {value:.3f}" for name, value in progress.mean_losses.items())
                 self.reporter.advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
@@ -215,16 +223,16 @@ class Trainer:
 
     def _update(
         self, wrapped: nn.Module, teacher: Segmenter | None, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler,
-        images: Tensor, labels: Tensor, step: Step, iteration: int,
+        inputs: Inputs, labels: Tensor, step: Step, iteration: int,
     ) -> dict[str, float]:  # fmt: skip
         """One optimiser update; stops the run before it does harm if the loss or its gradient is not finite."""
-        batch = self._to_batch(images, labels)
+        batch = self._to_batch(inputs, labels)
         teacher_out: Output | None = None
         with self.runtime.autocast():
             if teacher is not None:
                 with torch.no_grad():
-                    teacher_out = teacher(batch.images)
-            out = wrapped(batch.images)
+                    teacher_out = teacher(batch.inputs)
+            out = wrapped(batch.inputs)
         losses = self.method.losses(batch, out, teacher_out, step)
         total = torch.stack(list(losses.values())).sum()
         optimizer.zero_grad(set_to_none=True)
@@ -247,39 +255,23 @@ class Trainer:
         scaler.update()
         return terms
 
-    def _to_batch(self, images: Tensor, labels: Tensor) -> Batch:
-        device = self.runtime.device
-        labels = labels.to(device, non_blocking=True)
+    def _to_batch(self, inputs: Inputs, labels: Tensor) -> Batch:
+        labels = labels.to(self.runtime.device, non_blocking=True)
         counts = self.runtime.mean(torch.bincount(labels.flatten(), minlength=256).float())
-        return Batch(images.to(device, non_blocking=True), labels, counts)
+        return Batch(self.runtime.move(inputs), labels, counts)
 
-    def _training_view(self, step: Step, epochs: int, first: int) -> tuple[StepView, EpochOrder]:
-        backbone, seed = self.model.backbone, (self.seed, step.index)
-        transform = TrainTransform(self.train.crop, backbone.mean, backbone.std, self.train.scale, self.train.flip)
-        view = StepView(self.source, "train", self.train_images[step.index], step.train_table, transform, seed)
-        runtime = self.runtime
-        if self.train.batch_size < runtime.world:
-            raise UserError(f"train.batch_size is {self.train.batch_size}, less than the {runtime.world} processes")
-        order = EpochOrder(len(view), self.train.batch_size, epochs, seed, first, runtime.rank, runtime.world)
-        return view, order
+    def _order(self, step: Step, epochs: int, first: int) -> EpochOrder:
+        size, world = self.train.batch_size, self.runtime.world
+        if size < world:
+            raise UserError(f"train.batch_size is {size}, less than the {world} processes")
+        images = len(self.feed.train_images[step.index])
+        return EpochOrder(images, size, epochs, (self.seed, step.index), first, self.runtime.rank, world)
 
     def _plain_batches(self, step: Step) -> Iterator[Batch]:
         """The step's training images as the test would show them; all of them to every process, so that what a
         method makes of them is the same in each."""
-        transform = TestTransform(self.train.crop, self.model.backbone.mean, self.model.backbone.std)
-        view = StepView(self.source, "train", self.train_images[step.index], step.train_table, transform)
-        order = in_order(range(len(view)), self.evaluator.config.batch_size)
-        for images, labels, _ in batches(view, order, self._workers, self._pins):
-            yield self._to_batch(images, labels)
-
-    @property
-    def _workers(self) -> int:
-        asked = self.train.workers
-        return self.source.default_workers(self.runtime.world) if asked is None else asked
-
-    @property
-    def _pins(self) -> bool:
-        return self.runtime.device.type == "cuda"
+        for inputs, labels, _ in self.feed.plain(step, self.evaluator.config.batch_size):
+            yield self._to_batch(inputs, labels)
 
     def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
         write_json(self.folder.row(step.index), row)

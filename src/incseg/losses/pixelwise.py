@@ -21,7 +21,8 @@ STRIP_ELEMENTS = 1 << 20
 
 PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], dict[str, Tensor]]
 """(logits, labels, teacher's logits) of a strip → named sums over its pixels, already weighted and divided
-by the batch's own constants, so that the sums of all strips add up to the loss."""
+by the batch's own constants, so that the sums of all strips add up to the loss. Only the logits get a
+gradient: parameters that the function itself holds do not."""
 
 
 @lru_cache(maxsize=64)

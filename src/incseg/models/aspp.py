@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +58,34 @@ class ASPP(nn.Module):
         pooled = self.pool_conv(x.mean(dim=(2, 3), keepdim=True))
         pooled = self.pool_mix(activate(self.pool_norm(pooled)))
         return activate(self.norm(out + pooled))
+
+
+class Neck(nn.Module):
+    """Several stages as one map: each through a 1×1 convolution, brought to the first one's size, and added.
+
+    Adding after the convolutions is one 1×1 convolution over the concatenated stages, without making them.
+    """
+
+    def __init__(self, inputs: list[int], width: int, norm: NormKind):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, width, 1, bias=False) for channels in inputs)
+        self.norm = make_norm(norm, width)
+        for conv in self.convs:
+            # each adds its share to a sum that has the variance of one convolution over all
+            nn.init.normal_(conv.get_parameter("weight"), std=math.sqrt(2 / sum(inputs)))
+
+    def forward(self, stages: tuple[Tensor, ...]) -> Tensor:
+        """(B, channels_i, h_i, w_i) each → (B, width, h_0, w_0)."""
+        size = stages[0].shape[-2:]
+        total = self.convs[0](stages[0])
+        for conv, stage in zip(self.convs[1:], stages[1:], strict=True):
+            reduced = conv(stage)
+            total = total + (reduced if reduced.shape[-2:] == size else _resize(reduced, size))
+        return activate(self.norm(total))
+
+
+def _resize(x: Tensor, size: torch.Size) -> Tensor:
+    return F.interpolate(x, (size[0], size[1]), mode="bilinear", align_corners=False)
 
 
 def activate(x: Tensor) -> Tensor:

@@ -99,6 +99,8 @@ def _config(fields: dict[str, Any]) -> ModelConfig:
     if config.dilations is not None:
         small, medium, large = config.dilations  # JSON has lists only
         config.dilations = (small, medium, large)
+    if config.stages is not None:
+        config.stages = tuple(config.stages)
     return config
 
 

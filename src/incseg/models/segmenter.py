@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.models.aspp import ASPP, default_dilations
+from incseg.models.aspp import ASPP, Neck, default_dilations
 from incseg.models.backbones import build_backbone
 from incseg.models.weights import load_weights
-from incseg.types import Increment, Output
+from incseg.types import Increment, Output, UserError
 
 CLASSIFIER_STD = 0.01
 """Small weights and zero bias: a new class starts undecided (PAPER.md section 2)."""
@@ -29,6 +29,8 @@ class ModelConfig:
         weights: Pretrained backbone: a file (.pth, .pt, .safetensors), 'imagenet' where available, or none.
         output_stride: Pixels of the image per position of the logits; strides beyond it become dilation.
         width: Channels of the head.
+        stages: Which stages of the backbone the head reads, 0 the shallowest; all are brought to the resolution of
+            the first named. Empty for the last one alone, as in DeepLabv3.
         dilations: Of the head's three 3x3 convolutions; by default 6, 12, 18 at stride 16, doubled at 8.
         norm: batch; group (no batch statistics); or frozen (the backbone's running statistics never
             change, its affine parameters train; the head, which has no statistics to keep, uses batch).
@@ -39,6 +41,7 @@ class ModelConfig:
     weights: str | None = None
     output_stride: int = 16
     width: int = 256
+    stages: tuple[int, ...] | None = None
     dilations: tuple[int, int, int] | None = None
     norm: Literal["batch", "group", "frozen"] = "batch"
     freeze_backbone: bool = False
@@ -58,7 +61,9 @@ class Segmenter(nn.Module):
         self.backbone = build_backbone(config.backbone, config.output_stride, config.norm)
         dilations = config.dilations or default_dilations(config.output_stride)
         head_norm: Literal["batch", "group"] = "group" if config.norm == "group" else "batch"
-        self.aspp = ASPP(self.backbone.channels[-1], config.width, dilations, head_norm)
+        channels = [self.backbone.channels[stage] for stage in self._stages_read()]
+        self.neck = Neck(channels, config.width, head_norm) if config.stages else None
+        self.aspp = ASPP(config.width if config.stages else channels[0], config.width, dilations, head_norm)
         self.classifiers = nn.ModuleList()
         self.backbone.requires_grad_(not config.freeze_backbone)
         self.train()
@@ -72,6 +77,11 @@ class Segmenter(nn.Module):
     def num_outputs(self) -> int:
         """Channels of the logits."""
         return self.num_classes + (self.background_output and bool(self.increments))
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image per position of the logits."""
+        return self.backbone.strides[self._stages_read()[0]]
 
     def grow(self, increment: Increment) -> None:
         """Add the classifier of a new step; what was learnt stays as it is."""
@@ -96,18 +106,35 @@ class Segmenter(nn.Module):
                 return self.backbone(images)
         return self.backbone(images)
 
-    def decode(self, stages: tuple[Tensor, ...]) -> Output:
-        """Head and classifiers on the backbone's stages."""
+    def read_by_head(self, stages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Those of the backbone's stages that the head reads: what a feature cache keeps."""
+        return tuple(stages[stage] for stage in self._stages_read())
+
+    def decode(self, features: tuple[Tensor, ...], stages: tuple[Tensor, ...] = ()) -> Output:
+        """Head and classifiers on what `read_by_head` gives."""
         if not self.classifiers:
             raise RuntimeError("the model has no classes yet; call grow first")
-        embedding = self.aspp(stages[-1])
+        embedding = self.aspp(features[0] if self.neck is None else self.neck(features))
         weight = torch.cat([classifier.get_parameter("weight") for classifier in self.classifiers])
         bias = torch.cat([classifier.get_parameter("bias") for classifier in self.classifiers])
         return Output(logits=F.conv2d(embedding, weight, bias), embedding=embedding, stages=stages)
 
-    def forward(self, images: Tensor) -> Output:
-        """(B, 3, H, W) normalised images → logits at the output stride."""
-        return self.decode(self.encode(images))
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Output:
+        """(B, 3, H, W) normalised images, or what the head reads of them → logits at the network's resolution."""
+        if isinstance(inputs, Tensor):
+            stages = self.encode(inputs)
+            return self.decode(self.read_by_head(stages), stages)
+        return self.decode(inputs)
+
+    def _stages_read(self) -> tuple[int, ...]:
+        count = len(self.backbone.channels)
+        chosen = self.config.stages or (count - 1,)
+        if any(not 0 <= stage < count for stage in chosen) or list(chosen) != sorted(set(chosen)):
+            raise UserError(
+                f"model.stages is {list(chosen)}; {self.config.backbone} has stages 0 to {count - 1}, "
+                "name each at most once, the shallowest first"
+            )
+        return tuple(chosen)
 
     def frozen_copy(self) -> Segmenter:
         """A teacher: a copy in evaluation mode that takes no gradient."""

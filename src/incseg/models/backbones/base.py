@@ -23,6 +23,8 @@ class Backbone(nn.Module, ABC):
     """
 
     allowed_strides: ClassVar[tuple[int, ...]] = (8, 16, 32)
+    natural_strides: ClassVar[tuple[int, ...]] = (4, 8, 16, 32)
+    """Of the stages, before the output stride caps them."""
     classifier_keys: ClassVar[tuple[str, ...]] = ("fc.", "classifier.", "head.")
     """How the names of a foreign file begin that belong to its image classifier, which we do not have."""
 
@@ -37,6 +39,11 @@ class Backbone(nn.Module, ABC):
             raise UserError(f"output stride {output_stride} is not possible with {name}; choose one of {allowed}")
         self.name = name
         self.output_stride = output_stride
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Pixels of the image per position, of each stage."""
+        return tuple(min(stride, self.output_stride) for stride in self.natural_strides)
 
     @abstractmethod
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:

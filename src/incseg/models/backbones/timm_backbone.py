@@ -49,6 +49,10 @@ class TimmBackbone(Backbone):
                 f"set the output stride to {reached} if allowed, or choose another model"
             )
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(self.model.feature_info.reduction())
+
     def _create(self, pretrained: bool) -> Any:
         timm = import_timm()
         if not timm.is_model(self.model_name):

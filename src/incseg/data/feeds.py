@@ -1,0 +1,166 @@
+"""Feeds: batches of a step for training and test, made of pixels or of features computed once.
+
+Trainer and evaluator ask a feed and do not know which kind it is; the model takes either.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from incseg.data.features import FeatureStore
+from incseg.data.source import Source
+from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
+from incseg.data.views import StepView, batches, in_order, sample_generator
+from incseg.protocol import Step
+
+Keys = Iterable[list[tuple[int, int]]]
+"""Batches of (epoch, position)."""
+Inputs = Tensor | tuple[Tensor, ...]
+Loaded = tuple[Inputs, Tensor, list[int]]
+"""What the model takes, labels, and the images' numbers in the source."""
+Labels = TypeVar("Labels", np.ndarray, Tensor)
+
+
+@dataclass
+class Feed(ABC):
+    """The images of a protocol.
+
+    train_images: of each step.   test_images: of all steps.   seed: of the augmentation.
+    """
+
+    train_images: Sequence[Sequence[int]]
+    test_images: Sequence[int]
+    seed: int
+
+    @abstractmethod
+    def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
+        """Augmented images of a step with their training labels, in the order of `keys`."""
+
+    @abstractmethod
+    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
+        """One pass over the training images of a step as the test would show them."""
+
+    @abstractmethod
+    def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
+        """Test images with the labels that `step` tests against."""
+
+
+@dataclass
+class PixelFeed(Feed):
+    """Images decoded and augmented when they are needed, by loader processes."""
+
+    source: Source
+    train_transform: TrainTransform | CentreTransform
+    plain_transform: TestTransform
+    test_transform: TestTransform
+    label_stride: int
+    train_workers: int
+    test_workers: int
+    pin: bool
+
+    def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
+        images, seed = self.train_images[step.index], (self.seed, step.index)
+        view = StepView(self.source, "train", images, step.train_table, self.train_transform, seed)
+        for inputs, labels, indices in batches(view, keys, self.train_workers, self.pin):
+            yield inputs, thinned(labels, self.label_stride), indices
+
+    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
+        images = self.train_images[step.index]
+        view = StepView(self.source, "train", images, step.train_table, self.plain_transform)
+        yield from batches(view, in_order(range(len(images)), batch_size), self.train_workers, self.pin)
+
+    def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
+        view = StepView(self.source, "val", self.test_images, step.test_table, self.test_transform)
+        yield from batches(view, in_order(positions, batch_size), self.test_workers, self.pin)
+
+
+@dataclass
+class FeatureFeed(Feed):
+    """What a frozen backbone said of the images, read from disk: the same batches, without the backbone's work."""
+
+    train_store: FeatureStore
+    test_store: FeatureStore
+    flip: bool
+    label_stride: int
+
+    def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
+        images, seed = self.train_images[step.index], (self.seed, step.index)
+
+        def load(batch: list[tuple[int, int]]) -> Loaded:
+            flips = [self.flip and bool(sample_generator(seed, *key).random() < 0.5) for key in batch]
+            chosen = [images[position] for _, position in batch]
+            return _stack(self.train_store, chosen, flips, step.train_table, self.label_stride)
+
+        return _ahead(load, keys)
+
+    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
+        images = self.train_images[step.index]
+        keys = in_order(range(len(images)), batch_size)
+        return _ahead(lambda batch: self._unflipped(self.train_store, images, batch, step.train_table), keys)
+
+    def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
+        keys = in_order(positions, batch_size)
+        return _ahead(lambda batch: self._unflipped(self.test_store, self.test_images, batch, step.test_table), keys)
+
+    def _unflipped(
+        self, store: FeatureStore, images: Sequence[int], batch: list[tuple[int, int]], table: np.ndarray
+    ) -> Loaded:
+        return _stack(store, [images[position] for _, position in batch], [False] * len(batch), table, 1)
+
+
+def _stack(store: FeatureStore, images: list[int], flips: list[bool], table: np.ndarray, label_stride: int) -> Loaded:
+    rows, masks = zip(*(store.read(i, flip) for i, flip in zip(images, flips, strict=True)), strict=True)
+    maps = torch.from_numpy(np.stack(rows)).float()
+    sizes = [int(np.prod(stage)) for stage in store.layout.stages]
+    parts = zip(maps.split(sizes, 1), store.layout.stages, strict=True)
+    features = tuple(part.reshape(len(images), *stage) for part, stage in parts)
+    labels = table[np.stack([thinned(mask, label_stride) for mask in masks])]
+    return features, torch.from_numpy(labels), images
+
+
+def thinned(labels: Labels, stride: int) -> Labels:
+    """Every stride-th label in both directions, from the middle of its cell."""
+    return labels[..., stride // 2 :: stride, stride // 2 :: stride]
+
+
+def _ahead(load: Callable[[list[tuple[int, int]]], Loaded], keys: Keys) -> Iterator[Loaded]:
+    """load(batch) for each of `keys`, a few batches ahead of the reader, in a thread."""
+    ready: queue.Queue[Loaded | BaseException | None] = queue.Queue(maxsize=3)
+    stopped = threading.Event()
+
+    def put(item: Loaded | BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for batch in keys:
+                if stopped.is_set():
+                    return
+                put(load(batch))
+            put(None)
+        except BaseException as error:  # it belongs to the reader's thread
+            put(error)
+
+    thread = threading.Thread(target=work, name="feature-reader", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
