@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint setup clean results-shapes
 
 demo: setup
 	$(BIN)/incseg train --data shapes --out runs/demo
@@ -16,9 +16,13 @@ test: lint
 	$(BIN)/python -m pytest -n 2
 
 lint: setup
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
+
+results-shapes: setup
+	$(BIN)/python scripts/compare_shapes.py
+	$(BIN)/python scripts/loss_memory.py
 
 setup: $(READY)
 

@@ -19,9 +19,8 @@ from incseg.cli import predict as command
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import RunDir
 from incseg.files import write_json
-from incseg.inference import Predictor, _network_size, _tile_starts, _upsampled_strips, load, open_image
-from incseg.losses.pixelwise import row_strips
-from incseg.models.files import save_segmenter
+from incseg.inference import Predictor, _network_size, _tile_starts, load, open_image
+from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.report.draw import OVERLAY_SIDES, overlay, palette_image, uncertainty_image
 from incseg.types import Increment, UserError
@@ -103,23 +102,17 @@ def test_result_is_the_methods_rule_on_upsampled_logits(tmp_path, method):
     assert predictor.predict(image).probabilities is None
 
 
-def test_upsampling_is_that_of_evaluation():
-    torch.manual_seed(0)
-    for (h, w), size in (((5, 7), (33, 1100)), ((1, 1), (3, 2)), ((9, 2), (4, 2)), ((40, 30), (600, 7))):
-        logits = torch.randn(1, 3, h, w)
-        ours = torch.cat([strip for _, strip in _upsampled_strips(logits, size)], dim=2)
-        theirs = torch.cat([strip for _, strip in row_strips(logits, size)], dim=2)
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_upsampling_is_stripwise(monkeypatch):
-    monkeypatch.setattr("incseg.inference.STRIP_ELEMENTS", 3 * 50 * 4)
-    logits = torch.randn(1, 3, 6, 6)
-    strips = list(_upsampled_strips(logits, (30, 50)))
-    assert max(strip.shape[2] for _, strip in strips) == 4
-    whole = F.interpolate(logits, (30, 50), mode="bilinear")
-    for rows, strip in strips:
-        torch.testing.assert_close(strip, whole[:, :, rows])
+def test_code_is_imported_only_when_the_user_names_it(tmp_path, monkeypatch):
+    """A model file that names a module must not get it imported by being opened."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model, about = load_segmenter(save_model(tmp_path / "m.safetensors"))
+    file = tmp_path / "planted.safetensors"
+    save_segmenter(file, model, {**about, "method": {"name": "planted:Method"}})
+    with pytest.raises(UserError, match="name it yourself: --method planted:Method"):
+        load(file)
+    with pytest.raises(SystemExit, match="imported"):
+        load(file, method="planted:Method")
 
 
 def test_options_change_the_outcome(predictor):

@@ -269,6 +269,12 @@ def test_row_strips_make_up_the_upsampled_map(
     assert torch.allclose(torch.cat([strip for _, strip in strips], 2), wanted, atol=1e-12)
 
 
+def test_wide_maps_are_made_in_blocks_of_columns() -> None:
+    logits = torch.randn(1, 2, 3, 40, dtype=torch.float64)
+    strips = torch.cat([strip for _, strip in row_strips(logits, (7, 1500))], 2)
+    assert torch.allclose(strips, F.interpolate(logits, (7, 1500), mode="bilinear"), atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_row_strips_are_at_least_single_precision(dtype: torch.dtype) -> None:
     logits = torch.randn(1, 2, 3, 3).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from incseg.data.source import voc_palette
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.losses.pixelwise import STRIP_ELEMENTS
-from incseg.methods import build_method
+from incseg.losses.pixelwise import row_strips
+from incseg.methods import METHODS, build_method
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
@@ -31,8 +31,6 @@ TILE = 1536
 """Side of a tile: an image of more pixels than a tile has is predicted in tiles."""
 LONGEST_ENLARGED = 8
 """How many times longer than the test size an enlarged image may get: a strip of 30000 × 10 stays as it is."""
-COLUMN_BLOCK = 512
-"""Columns upsampled by one matrix product."""
 
 ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
 
@@ -162,7 +160,7 @@ class Predictor:
         uncertainty = np.empty((height, width), dtype=np.float32)
         shape = (len(self.classes), height, width)
         probabilities = np.empty(shape, dtype=np.float32) if with_probabilities else None
-        for rows, strip in _upsampled_strips(logits, (height, width)):
+        for rows, strip in row_strips(logits, (height, width)):
             prediction = self.method.predict(strip, self.model.increments)
             labels[rows] = prediction.labels[0].cpu().numpy()
             uncertainty[rows] = prediction.uncertainty[0].cpu().numpy()
@@ -176,12 +174,15 @@ def load(
     step: int | None = None,
     device: str = "auto",
     threads: int | None = None,
+    method: str | None = None,
 ) -> Predictor:
     """A predictor from a model file, a folder steps/K, or a run folder, whose last finished step is taken.
 
     step:    which step of a run folder instead.
     device:  cpu, cuda, cuda:N or auto.
     threads: of torch on the CPU; None for its own choice.
+    method:  for a model trained by a method from outside incseg, its package.module:Class once more: a model file
+             alone never makes code be imported.
     """
     file = _model_file(Path(path).expanduser(), step)
     runtime = Runtime(device, threads=threads)
@@ -191,6 +192,7 @@ def load(
     settings = about.get("method")
     if not (isinstance(settings, dict) and "name" in settings):
         raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
+    _require_trusted(file, settings["name"], method)
     ids = (BACKGROUND, *(i for increment in model.increments for i in increment.ids))
     return Predictor(
         model=model,
@@ -207,6 +209,14 @@ def load(
             "model": asdict(model.config),
         },
     )
+
+
+def _require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
+    if name not in METHODS and name != named_by_user:
+        raise UserError(
+            f"model file '{file}' was trained by '{name}', which is not part of incseg and would be imported; "
+            f"if you trust it, name it yourself: --method {name}"
+        )
 
 
 def open_image(image: ImageLike) -> Image.Image:
@@ -315,33 +325,3 @@ def _blend_weights(start: int, stop: int, length: int, overlap: int) -> Tensor:
     if stop < length:
         distance = torch.minimum(distance, stop - cells)
     return (2 * distance / overlap - 0.5).clamp(0, 1)
-
-
-def _upsampled_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
-    """The logits bilinearly at `size`, strip by strip: (rows, (B, C, rows, W)).
-
-    The values of `row_strips`, whose matrices grow with the square of the image's side; these only with the side.
-    """
-    rows = max(1, STRIP_ELEMENTS // (logits.shape[0] * logits.shape[1] * size[1]))
-    column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], COLUMN_BLOCK, logits.device))
-    for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], rows, logits.device):
-        narrow = weights @ logits[..., reach, :]
-        yield strip, torch.cat([narrow[..., reach] @ weights.T for _, reach, weights in column_blocks], dim=-1)
-
-
-def _bilinear_blocks(
-    size_in: int, size_out: int, block: int, device: torch.device
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of outputs along one axis: (outputs, the inputs they read, (outputs, inputs) weights)."""
-    position = ((torch.arange(size_out, dtype=torch.float64) + 0.5) * (size_in / size_out) - 0.5).clamp(min=0)
-    low = position.floor().long().clamp(max=size_in - 1)
-    high = (low + 1).clamp(max=size_in - 1)
-    fraction = (position - low).float()
-    for start in range(0, size_out, block):
-        outputs = slice(start, min(start + block, size_out))
-        reach = slice(int(low[start]), int(high[outputs.stop - 1]) + 1)
-        weights = torch.zeros(outputs.stop - start, reach.stop - reach.start)
-        rows = torch.arange(len(weights))
-        weights[rows, low[outputs] - reach.start] += 1 - fraction[outputs]
-        weights[rows, high[outputs] - reach.start] += fraction[outputs]
-        yield outputs, reach, weights.to(device)

@@ -31,11 +31,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The embedded dataset in minutes on two cores.
     "shapes": {
         "task": "6-2",
-        "model": {"backbone": "tiny", "output_stride": 4, "width": 64, "dilations": [2, 4, 6]},
-        "train": {
-            "epochs": 30, "batch_size": 16, "lr": 0.1, "lr_later": 0.02, "crop": 96, "scale": [0.7, 1.0],
-        },
+        "model": {"backbone": "tiny", "output_stride": 8, "width": 64, "dilations": [1, 2, 3]},
+        "train": {"epochs": 12, "batch_size": 8, "lr": 0.1, "lr_later": 0.02, "crop": 96, "scale": [0.7, 1.0]},
         "eval": {"size": 96, "batch_size": 16},
+        # evidential reaches the same fit at about three times softmax's rate
+        "for_method": {"evidential": {"train": {"lr": 0.3, "lr_later": 0.05}}},
     },
     # To see that everything works.
     "shapes-quick": {

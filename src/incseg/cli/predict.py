@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tile", type=int, default=TILE, metavar="N", help=f"predict larger images in tiles (default: {TILE})"
     )
+    parser.add_argument(
+        "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--probabilities", action="store_true", help="also NAME_probabilities.npy, float16 (C+1, H, W)")
@@ -57,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check_unknown(args)
     files = find_images(args.images, args.out)
-    predictor = load(args.model, args.step, args.device, args.threads)
+    predictor = load(args.model, args.step, args.device, args.threads, args.method)
     if args.unknown:
         name = str(predictor.info["method"]["name"])
         predictor = predictor.with_options(**method_overrides("incseg predict", name, args.unknown))

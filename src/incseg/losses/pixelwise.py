@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 STRIP_ELEMENTS = 1 << 20
 """Upsampled values per strip: small enough to stay in the processor's cache, large enough to keep it busy."""
+_COLUMN_BLOCK = 512
 
 PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], dict[str, Tensor]]
 """(logits, labels, teacher's logits) of a strip → named sums over its pixels, already weighted and divided
@@ -29,16 +30,23 @@ gradient: parameters that the function itself holds do not."""
 def bilinear_matrix(size_in: int, size_out: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(size_out, size_in) weights of bilinear interpolation along one axis, align_corners=False."""
     with torch.inference_mode(False):  # it is kept, and what is made in inference mode can never be trained with
-        position = (torch.arange(size_out, dtype=torch.float64) + 0.5) * (size_in / size_out) - 0.5
-        position = position.clamp(min=0)
-        low = position.floor().long().clamp(max=size_in - 1)
-        high = (low + 1).clamp(max=size_in - 1)
-        fraction = position - low
-        matrix = torch.zeros(size_out, size_in, dtype=torch.float64)
-        rows = torch.arange(size_out)
-        matrix[rows, low] += 1 - fraction
-        matrix[rows, high] += fraction
+        matrix = _interpolation(*_neighbours(size_in, size_out), slice(0, size_in))
         return matrix.to(device=device, dtype=dtype)
+
+
+def _neighbours(size_in: int, size_out: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each output the two inputs it lies between, and how far it is from the first to the second."""
+    position = ((torch.arange(size_out, dtype=torch.float64) + 0.5) * (size_in / size_out) - 0.5).clamp(min=0)
+    low = position.floor().long().clamp(max=size_in - 1)
+    return low, (low + 1).clamp(max=size_in - 1), position - low
+
+
+def _interpolation(low: Tensor, high: Tensor, fraction: Tensor, reach: slice) -> Tensor:
+    matrix = torch.zeros(len(low), reach.stop - reach.start, dtype=torch.float64)
+    rows = torch.arange(len(low))
+    matrix[rows, low] += 1 - fraction
+    matrix[rows, high] += fraction
+    return matrix
 
 
 class _Upsampler:
@@ -74,12 +82,26 @@ def _rows_per_strip(logits: Tensor, width: int) -> int:
 
 
 def row_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
-    """The logits upsampled to `size`, strip by strip: (rows, (B, C, rows, W)). For inference."""
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    upsampler, rows = _Upsampler(logits, size), _rows_per_strip(logits, size[1])
-    for start in range(0, size[0], rows):
-        stop = min(start + rows, size[0])
-        yield slice(start, stop), upsampler.strip(start, stop)
+    """The logits upsampled to `size`, strip by strip: (rows, (B, C, rows, W)). For inference.
+
+    Columns are made in blocks, so that work and memory grow with the image's area, however wide it is.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], _COLUMN_BLOCK, logits))
+    for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], _rows_per_strip(logits, size[1]), logits):
+        low = logits[..., reach, :]
+        wide = torch.cat([low[..., columns] @ across.T for _, columns, across in column_blocks], dim=-1)
+        yield strip, weights @ wide
+
+
+def _bilinear_blocks(size_in: int, size_out: int, block: int, like: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """`bilinear_matrix` in blocks of outputs: (outputs, the inputs they read, (outputs, inputs) weights)."""
+    low, high, fraction = _neighbours(size_in, size_out)
+    for start in range(0, size_out, block):
+        outputs = slice(start, min(start + block, size_out))
+        reach = slice(int(low[start]), int(high[outputs.stop - 1]) + 1)
+        weights = _interpolation(low[outputs] - reach.start, high[outputs] - reach.start, fraction[outputs], reach)
+        yield outputs, reach, weights.to(like)
 
 
 class _StripwiseLoss(torch.autograd.Function):
