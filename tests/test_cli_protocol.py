@@ -63,3 +63,16 @@ def test_a_hundred_names_are_shortened(presence, capsys):
 def test_unknown_task(presence):
     with pytest.raises(UserError, match=r"did you mean '15-1'\?"):
         run("--data", "voc", "--task", "15_1", "--presence", presence)
+
+
+def test_counts_of_the_real_masks(shared, capsys):
+    """All 10582 masks of VOC are read once; the second task finds the index in the cache."""
+    root = str(shared / "voc224" / "VOC2012")
+    for task, setting, counts in (
+        ("15-1", "overlapped", [9568, 487, 299, 491, 500, 548]),
+        ("5-3", "disjoint", [1753, 1517, 624, 1296, 3924, 1468]),
+    ):
+        assert run("--data", "voc", "--root", root, "--task", task, "--setting", setting, "--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert [step["train_images"] for step in summary["steps"]] == counts
+        assert summary["steps"][-1]["test_images"] == 1449
