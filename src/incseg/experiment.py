@@ -13,18 +13,20 @@ import numpy as np
 
 import incseg
 from incseg.data import build_source
+from incseg.data.features import StoreUnwritable
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
 from incseg.data.presence import Presence, cache_path, presence_of
 from incseg.data.source import Source, Split
 from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
 from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
-from incseg.engine.features import feature_store, fill
+from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.progress import Reporter, Screen, Silent
 from incseg.engine.rundir import RunDir, read_config
 from incseg.engine.runtime import Precision, Runtime, seed_everything, started
+from incseg.engine.steps import StepStore
 from incseg.engine.trainer import TrainConfig, Trainer
-from incseg.files import read_tensors, write_json
+from incseg.files import read_tensors, tensors_digest, write_json
 from incseg.methods import build_method
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
@@ -80,6 +82,8 @@ class RunConfig:
         device: cpu, cuda, cuda:N or auto.
         precision: auto, float32, bfloat16 or float16; auto is float32 on the CPU.
         threads: of torch on the CPU; empty for its own choice.
+        reuse: take a step that was trained before by the same recipe (data, model, method, schedule, seed) from the
+            cache instead of training it again, and keep the steps of this run for others.
         data: where images come from.
         method: how classes are learnt.
         model: the network.
@@ -97,6 +101,7 @@ class RunConfig:
     device: str = "auto"
     precision: Precision = "auto"
     threads: int | None = None
+    reuse: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     method: dict[str, Any] = field(default_factory=lambda: {"name": "evidential"})
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -178,15 +183,20 @@ class Setup:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
         images = (self.train_images, self.test_images, config.seed)
         stride = config.train.label_stride
+        train_workers = _workers(config.train.workers, self.source, runtime)
+        test_workers = _workers(config.eval.workers, self.source, runtime)
         if _features_can_be_kept(config):
-            root, workers = cache_path("features"), self.source.default_workers(runtime.world)
+            root = cache_path("features")
             kept = feature_store(root, model, self.source, "train", config.train.crop)
             kept_for_test = feature_store(root, model, self.source, "val", config.eval.size)
+            wanted = [Wanted(kept_for_test, self.test_images, test_workers)]
             if train:
-                needed = {i for step in self.train_images for i in step}
-                fill(kept, needed, model, self.source, "train", workers, runtime, reporter)
-            fill(kept_for_test, self.test_images, model, self.source, "val", workers, runtime, reporter)
-            return FeatureFeed(*images, kept, kept_for_test, config.train.flip, stride)
+                wanted.append(Wanted(kept, {i for step in self.train_images for i in step}, train_workers))
+            try:
+                fill(wanted, model, self.source, runtime, reporter)
+                return FeatureFeed(*images, kept, kept_for_test, config.train.flip, stride)
+            except StoreUnwritable as error:
+                reporter.say(f"{error}; going on without it, which takes longer; INCSEG_CACHE names another place")
         mean, std = model.backbone.mean, model.backbone.std
         crop, scale, flip = config.train.crop, config.train.scale, config.train.flip
         return PixelFeed(
@@ -198,8 +208,8 @@ class Setup:
             plain_transform=TestTransform(crop, mean, std),
             test_transform=TestTransform(config.eval.size or None, mean, std),
             label_stride=stride,
-            train_workers=_workers(config.train.workers, self.source, runtime),
-            test_workers=_workers(config.eval.workers, self.source, runtime),
+            train_workers=train_workers,
+            test_workers=test_workers,
             pin=runtime.device.type == "cuda",
         )
 
@@ -286,6 +296,7 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
         folder=folder,
         reporter=reporter,
         board=board,
+        steps=StepStore(cache_path("steps") if config.reuse else None, _recipe(config, setup, model, method, runtime)),
         about={
             "incseg": incseg.__version__,
             "method": config.method,
@@ -299,6 +310,24 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
     )
     with contextlib.closing(board):
         return trainer.run()
+
+
+def _recipe(
+    config: RunConfig, setup: Setup, model: Segmenter, method: Method, runtime: Runtime
+) -> Callable[[int], dict[str, Any]]:
+    """What decides how step k is trained, beside its classes and images."""
+    settings = config.as_dict()
+    fixed = {
+        "incseg": incseg.__version__,
+        "seed": config.seed,
+        "data": [setup.source.info.name, setup.source.fingerprint("train")],
+        "model": {key: value for key, value in settings["model"].items() if key != "weights"},
+        "initial": tensors_digest(model.state_dict()),
+        "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
+    }
+    of_step = {"epochs", "epochs_later", "lr", "lr_later", "workers", "checkpoint_seconds"}
+    training = {key: value for key, value in settings["train"].items() if key not in of_step}
+    return lambda k: {**fixed, **training, "schedule": config.train.for_step(k), **method.recipe(k)}
 
 
 def load_run_config(folder: Path) -> RunConfig:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} cannot be read ({error}); delete it, and row.json if there is one beside it, and the run's own "
             "command makes both again"
         ) from error
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Changes whenever a name or a bit of the tensors does."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

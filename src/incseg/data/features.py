@@ -3,29 +3,46 @@
 A store is a folder of blocks. A block holds the maps of some images in half precision, both ways round, and their
 masks as dataset ids; it is written whole or not at all, carries a checksum, and is mapped into memory when read.
 The folder's name is a digest of everything the maps depend on, so that all runs, tasks, methods and seeds share it.
+
+Who writes holds the folder's lock, so that two runs do not make the same blocks side by side and `clear` keeps off.
+Who reads needs none: a mapped block stays readable until its reader ends, whatever becomes of its name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
+import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from incseg.data.presence import Progress, in_threads
 from incseg.files import replacing, write_json
 from incseg.types import UserError
 
 BLOCK = 64
 """Images per block: what an interruption may cost."""
 _ABOUT = "about.json"
+_LOCK = ".lock"
+_OUR_FILES = ("block-*.bin", _ABOUT, _LOCK, ".*.tmp")
+
+
+class StoreUnwritable(Exception):
+    """A store that blocks are missing from cannot be written: a reason to do without it, not to end a run."""
+
+
+class _Damaged(UserError):
+    """A block is there but not what was written."""
 
 
 @dataclass(frozen=True)
@@ -65,98 +82,163 @@ class FeatureStore:
         self.folder = root / f"{key['dataset']}-{key['split']}-{digest.hexdigest()[:24]}"
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
+    def blocks_of(self, images: Iterable[int]) -> list[int]:
+        """The blocks that hold some images."""
+        return sorted({image // BLOCK for image in images})
+
     def images_of(self, block: int) -> range:
         return range(block * BLOCK, min((block + 1) * BLOCK, self.count))
 
-    def missing(self, images: Iterable[int]) -> list[int]:
-        """The blocks still to be made for some images."""
-        return [block for block in sorted({i // BLOCK for i in images}) if not self._path(block).exists()]
+    def missing(self, blocks: Sequence[int], progress: Progress | None = None) -> tuple[list[int], list[Path]]:
+        """The blocks still to be made, and the files of those among them that are damaged.
 
-    def require_space(self, blocks: Sequence[int]) -> None:
-        """Say before the work begins whether the disk will hold these blocks."""
+        All others are mapped and proven by their checksums. That takes about a second per gigabyte and also brings
+        them into the system's file cache, from which training reads them.
+        """
+        faults = list(in_threads(lambda row: self._try_open(blocks[row]), len(blocks), None, progress))
+        to_make = [block for block, fault in zip(blocks, faults, strict=True) if fault is not None]
+        return to_make, [self._path(b) for b, f in zip(blocks, faults, strict=True) if isinstance(f, _Damaged)]
+
+    def mark_used(self) -> None:
+        with contextlib.suppress(OSError):  # a store that others own is used all the same
+            os.utime(self.folder / _ABOUT)
+
+    @contextlib.contextmanager
+    def building(self, busy: Callable[[], None]) -> Iterator[None]:
+        """The folder, ready for blocks and ours alone; calls `busy` if that means to wait for another run."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        needed = len(blocks) * BLOCK * self.layout.bytes_per_image
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise UserError(
-                f"the feature cache needs {needed / 1e9:.1f} GB and {self.folder.parent} has {free / 1e9:.1f} GB free; "
-                "set INCSEG_CACHE to a larger disk, clear old ones with incseg cache clear, or use --data.cache off"
-            )
+        with _locked(self.folder, busy):
+            for left in self.folder.glob(".*.tmp"):  # what a killed process was writing
+                left.unlink(missing_ok=True)
+            about = {**self.key, "stages": self.layout.stages, "size": self.layout.size, "flips": self.layout.flips}
+            write_json(self.folder / _ABOUT, {**about, "images": self.count})
+            yield
 
     def write(self, block: int, maps: np.ndarray, masks: np.ndarray) -> None:
         """Store a block: maps (images, views, values) float16, masks (images, size, size) uint8."""
-        if not (self.folder / _ABOUT).exists():
-            about = {**self.key, "stages": self.layout.stages, "size": self.layout.size, "flips": self.layout.flips}
-            write_json(self.folder / _ABOUT, {**about, "images": self.count})
         body = np.ascontiguousarray(maps, np.float16).tobytes() + np.ascontiguousarray(masks, np.uint8).tobytes()
         with replacing(self._path(block)) as temporary, temporary.open("wb") as stream:
             stream.write(body)
             stream.write(zlib.crc32(body).to_bytes(4, "little"))
+        self._open[block] = self._parts(block, np.memmap(self._path(block), dtype=np.uint8, mode="r"))
 
     def read(self, index: int, flipped: bool) -> tuple[np.ndarray, np.ndarray]:
         """(values,) float16 and (size, size) uint8 of an image, views of the mapped file."""
-        maps, masks = self._block(index // BLOCK)
-        row = index % BLOCK
+        block, row = divmod(index, BLOCK)
+        if fault := self._try_open(block):
+            raise UserError(
+                f"cache block {self._path(block)} cannot be used ({fault}); start the run again, and it is made again"
+            ) from fault
+        maps, masks = self._open[block]
         if not flipped:
             return maps[row, 0], masks[row]
         return maps[row, 1], masks[row, :, ::-1]
 
-    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        if block not in self._open:
-            self._open[block] = self._map(block)
-        return self._open[block]
-
-    def _map(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        path, layout, images = self._path(block), self.layout, len(self.images_of(block))
+    def _try_open(self, block: int) -> OSError | _Damaged | None:
+        """Map and check a block where that was not done before; returns what is wrong with it."""
+        if block in self._open:
+            return None
         try:
-            raw = np.memmap(path, dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            raise UserError(f"cache block {path} cannot be read ({error}); delete it, and it is made again") from error
-        expected = images * layout.bytes_per_image
-        # Read once from end to end, which also brings it into the system's file cache.
-        body, checksum = raw[:expected], raw[expected:].tobytes()
-        if raw.size != expected + 4 or zlib.crc32(body.data) != int.from_bytes(checksum, "little"):
-            raise UserError(f"cache block {path} is damaged; delete it, and it is made again")
-        split = images * layout.views * layout.values * 2
-        maps = raw[:split].view(np.float16).reshape(images, layout.views, layout.values)
-        masks = raw[split:expected].reshape(images, layout.size, layout.size)
-        return maps, masks
+            raw = np.memmap(self._path(block), dtype=np.uint8, mode="r")
+            body, checksum = raw[:-4], raw[-4:].tobytes()
+            expected = len(self.images_of(block)) * self.layout.bytes_per_image
+            if body.size != expected or zlib.crc32(body.data) != int.from_bytes(checksum, "little"):
+                return _Damaged("it is damaged")
+        except ValueError:  # there is no mapping an empty file
+            return _Damaged("it is empty")
+        except OSError as error:
+            return error
+        self._open[block] = self._parts(block, raw)
+        return None
+
+    def _parts(self, block: int, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        images, layout = len(self.images_of(block)), self.layout
+        end_of_maps = images * layout.views * layout.values * 2
+        maps = raw[:end_of_maps].view(np.float16).reshape(images, layout.views, layout.values)
+        return maps, raw[end_of_maps:-4].reshape(images, layout.size, layout.size)
 
     def _path(self, block: int) -> Path:
         return self.folder / f"block-{block:05d}.bin"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # loader processes map the files anew
+
+def require_space(stores: Sequence[FeatureStore], images: Sequence[int]) -> None:
+    """Say before the work begins whether the disk will hold so many more images of each store."""
+    if not stores:
+        return
+    root = stores[0].folder.parent
+    needed = sum(store.layout.bytes_per_image * more for store, more in zip(stores, images, strict=True))
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise UserError(
+            f"the feature cache needs {needed / 1e9:.1f} GB and {root} has {free / 1e9:.1f} GB free; "
+            "set INCSEG_CACHE to a larger disk, clear old ones with incseg cache clear, or use --data.cache off"
+        )
 
 
 @dataclass(frozen=True)
 class StoredCache:
-    """A feature cache found on disk."""
+    """A feature cache found on disk; `about` is empty where its description cannot be read."""
 
     folder: Path
     about: dict[str, Any]
 
-    @cached_property
+    @property
     def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir())
+        return sum(file.lstat().st_size for file in self.files())
 
     @property
-    def blocks(self) -> int:
-        return sum(1 for _ in self.folder.glob("block-*.bin"))
+    def images_done(self) -> int:
+        blocks = [int(file.stem.removeprefix("block-")) for file in self.folder.glob("block-*.bin")]
+        return sum(min(BLOCK, max(0, self.about["images"] - block * BLOCK)) for block in blocks)
+
+    @property
+    def last_used(self) -> float:
+        return (self.folder / _ABOUT).stat().st_mtime
+
+    def files(self) -> list[Path]:
+        return [file for pattern in _OUR_FILES for file in self.folder.glob(pattern)]
 
 
 def stored_caches(root: Path) -> Iterator[StoredCache]:
     """The feature caches under a folder, complete or not."""
-    for about in sorted(root.glob(f"*/{_ABOUT}")):
-        try:
-            yield StoredCache(about.parent, json.loads(about.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            yield StoredCache(about.parent, {})
+    for path in sorted(root.glob(f"*/{_ABOUT}")):
+        about = None
+        with contextlib.suppress(OSError, ValueError):
+            about = json.loads(path.read_text(encoding="utf-8"))
+        yield StoredCache(path.parent, about if isinstance(about, dict) else {})
 
 
 def clear(caches: Sequence[StoredCache]) -> int:
-    """Delete caches; returns the bytes set free."""
-    freed = sum(cache.bytes for cache in caches)
+    """Delete caches, all or none; returns the bytes set free. Only files that a cache consists of are deleted."""
     for cache in caches:
-        shutil.rmtree(cache.folder)
+        if cache.folder.is_symlink():
+            raise UserError(f"{cache.folder} is a link to another place, which is left alone; remove it by hand")
+    with contextlib.ExitStack() as held:
+        for cache in caches:
+            held.enter_context(_locked(cache.folder, partial(_refuse, cache)))
+        freed = sum(cache.bytes for cache in caches)
+        for cache in caches:
+            for file in cache.files():
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something else lies in it
+                cache.folder.rmdir()
     return freed
+
+
+def _refuse(cache: StoredCache) -> None:
+    raise UserError(f"a run is making {cache.folder.name} at this moment; stop it or wait for it, then clear")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Hold the folder's lock, which ends with its process; calls `busy` before it waits for another's."""
+    with (folder / _LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # said aloud, because loader processes hold copies of the handle

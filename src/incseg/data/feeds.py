@@ -119,10 +119,8 @@ class FeatureFeed(Feed):
 
 def _stack(store: FeatureStore, images: list[int], flips: list[bool], table: np.ndarray, label_stride: int) -> Loaded:
     rows, masks = zip(*(store.read(i, flip) for i, flip in zip(images, flips, strict=True)), strict=True)
-    maps = torch.from_numpy(np.stack(rows)).float()
-    sizes = [int(np.prod(stage)) for stage in store.layout.stages]
-    parts = zip(maps.split(sizes, 1), store.layout.stages, strict=True)
-    features = tuple(part.reshape(len(images), *stage) for part, stage in parts)
+    # By numpy, because torch would start threads of its own here and take the cores from the training.
+    features = tuple(torch.from_numpy(part.astype(np.float32)) for part in store.layout.split(np.stack(rows)))
     labels = table[np.stack([thinned(mask, label_stride) for mask in masks])]
     return features, torch.from_numpy(labels), images
 

@@ -31,7 +31,16 @@ import incseg
 from incseg.files import read_json, write_json, write_text
 from incseg.types import UserError
 
-_MAY_DIFFER = {"out", "preset", "threads", "train.workers", "train.checkpoint_seconds", "eval.workers"}
+_MAY_DIFFER = {
+    "out",
+    "preset",
+    "threads",
+    "reuse",
+    "data.cache",
+    "train.workers",
+    "train.checkpoint_seconds",
+    "eval.workers",
+}
 """Settings that change nothing in the result, and so may change when a run goes on."""
 
 

@@ -23,6 +23,7 @@ from incseg.engine.evaluator import Evaluator
 from incseg.engine.progress import Reporter
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
+from incseg.engine.steps import StepStore
 from incseg.files import read_tensors, write_array, write_json, write_tensors
 from incseg.methods.base import Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
@@ -113,6 +114,7 @@ class Trainer:
     folder: RunDir
     reporter: Reporter
     board: Board
+    steps: StepStore
     about: dict[str, Any]
     """What the model files tell about their origin."""
     title: str = ""
@@ -137,7 +139,7 @@ class Trainer:
         model, _ = load_segmenter(self.folder.model(step), self.runtime.device)
         self.model = model
         state, _ = read_tensors(self.folder.state(step))
-        self.method.load_state({name: tensor.to(self.runtime.device) for name, tensor in state.items()})
+        self._load_state(state)
         self.reporter.say(f"going on after step {step} in {self.folder.root}")
 
     def _learn(self, step: Step) -> dict[str, Any]:
@@ -145,13 +147,16 @@ class Trainer:
         images = self.feed.train_images[step.index]
         if not images:
             raise UserError(f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol")
-        teacher = self.model.frozen_copy() if step.index else None
-        self.model.grow(Increment(step.names, step.new, len(images)))
-        self.model.to(self.runtime.device).train()
-        context = StepContext(step, self.model, teacher, lambda: self._plain_batches(step))
-        self.method.begin_step(context)
-        progress = self._fit(step, teacher)
-        self.method.end_step(context)
+        so_far = self.protocol.steps[: step.index + 1]
+        kept = self.steps.find(so_far, self.feed.train_images)
+        if kept is not None:
+            self.reporter.say(
+                f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there"
+            )
+            self.model, progress = kept.model.to(self.runtime.device), kept.progress
+            self._load_state(kept.state)
+        else:
+            progress = self._train(step)
         evaluated = time.monotonic()
         counts = self.evaluator.count(self.model, self.method, step)
         row = {
@@ -161,13 +166,30 @@ class Trainer:
             "train_images": len(images),
             **self.evaluator.figures(counts, step),
             "losses": progress.mean_losses,
+            "reused_from": kept.origin if kept else None,
             "seconds": {"train": round(progress.seconds, 2), "eval": round(time.monotonic() - evaluated, 2)},
         }
         if self.runtime.is_main:
             save_segmenter(self.folder.model(step.index), self.model, self.about)
             write_tensors(self.folder.state(step.index), self.method.state(), {})
             write_array(self.folder.confusion(step.index), counts.confusion.numpy())
+            if kept is None:
+                self.steps.keep(so_far, self.feed.train_images, self.folder, progress)
         return row
+
+    def _train(self, step: Step) -> Progress:
+        """Grow the model by the step's classes and fit it."""
+        teacher = self.model.frozen_copy() if step.index else None
+        self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index])))
+        self.model.to(self.runtime.device).train()
+        context = StepContext(step, self.model, teacher, lambda: self._plain_batches(step))
+        self.method.begin_step(context)
+        progress = self._fit(step, teacher)
+        self.method.end_step(context)
+        return progress
+
+    def _load_state(self, state: dict[str, Tensor]) -> None:
+        self.method.load_state({name: tensor.to(self.runtime.device) for name, tensor in state.items()})
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
         """Train the step, or the rest of it; Ctrl-C saves it first."""

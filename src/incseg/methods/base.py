@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -42,6 +42,11 @@ class Method(ABC):
     single_step: ClassVar[bool] = False
     """Whether all classes are learnt at once, whatever the task says."""
 
+    inference_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that only `predict` reads."""
+    later_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that step 0 does not read."""
+
     @dataclass
     class Config:
         """No options."""
@@ -65,6 +70,12 @@ class Method(ABC):
 
     def end_step(self, context: StepContext) -> None:
         """After the last batch: consolidate what the next step will need."""
+
+    def recipe(self, step: int) -> dict[str, Any]:
+        """What decides how this method trains a step: where two agree, the trained model can serve both."""
+        left_out = self.inference_options | (self.later_options if step == 0 else frozenset())
+        options = {name: value for name, value in asdict(self.config).items() if name not in left_out}
+        return {"method": f"{type(self).__module__}:{type(self).__qualname__}", **options}
 
     def state(self) -> dict[str, Tensor]:
         """What must survive an interruption and be carried into the next step."""

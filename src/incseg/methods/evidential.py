@@ -38,6 +38,8 @@ from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Predictio
 
 class Evidential(Method):
     background_output = False
+    inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
+    later_options = frozenset({"scope", "lambda_kd", "kd_reduction"})
 
     @dataclass
     class Config:
