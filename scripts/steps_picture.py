@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--scenes", type=int, nargs="+", default=[4, 11])
+    parser.add_argument("--scenes", type=int, default=2, metavar="N", help="how many")
     args = parser.parse_args()
     source = Shapes()
     steps = RunDir(args.run).steps_done()
@@ -36,12 +36,13 @@ def main() -> None:
     ]
     titles[2] = f"step 0: {len(predictors[0].classes) - 1} classes"
     width = GAP + len(titles) * (SIDE + GAP)
-    height = HEAD + len(args.scenes) * 2 * (SIDE + GAP) + GAP
+    scenes = of_every_step(source, [set(increment.ids) for increment in predictors[-1].increments])[: args.scenes]
+    height = HEAD + len(scenes) * 2 * (SIDE + GAP) + GAP
     page = Image.new("RGB", (width, height), "white")
     draw, font = ImageDraw.Draw(page), ImageFont.load_default(size=13)
     for column, title in enumerate(titles):
         draw.text((GAP + column * (SIDE + GAP), 6), title, fill="black", font=font)
-    for number, scene in enumerate(args.scenes):
+    for number, scene in enumerate(scenes):
         top = HEAD + number * 2 * (SIDE + GAP)
         image, mask = source.pair("val", scene)
         paste(page, image, 0, top)
@@ -53,6 +54,12 @@ def main() -> None:
         draw.text((GAP + SIDE + GAP, top + SIDE + GAP + 8), NOTE, fill="black", font=font)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     page.quantize(256).save(args.out, optimize=True)
+
+
+def of_every_step(source: Shapes, steps: list[set[int]]) -> list[int]:
+    """The test scenes that show a class of every step."""
+    presence = source.known_presence("val") or ()
+    return [i for i, classes in enumerate(presence) if all(step & set(classes) for step in steps)]
 
 
 def paste(page: Image.Image, picture: Image.Image, column: int, top: int) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 import incseg.data.features as features_module
 from incseg.cli import main
-from incseg.data.features import FeatureStore, StoreUnwritable, clear, stored_caches
+from incseg.data.features import FeatureStore, StoredCache, StoreUnwritable, clear, stored_caches
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed, _ahead, thinned
 from incseg.data.presence import cache_path
 from incseg.data.shapes import Shapes
@@ -111,6 +111,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("block-*.bin"))}
 
 
+def cache_of(split: str) -> StoredCache:
+    """The only cache of a split that there is."""
+    [cache] = [cache for cache in stored_caches(cache_path("features")) if cache.about["split"] == split]
+    return cache
+
+
 def spoken(config: RunConfig) -> str:
     """Run, and give back what was said."""
     out = io.StringIO()
@@ -141,9 +147,7 @@ def feeds(config: RunConfig) -> tuple[Setup, list[Feed]]:
     return setup, made
 
 
-@pytest.mark.parametrize("stages", [None, (1, 3)])
-@pytest.mark.parametrize("label_stride", [1, 4])
-@pytest.mark.parametrize("flip", [True, False])
+@pytest.mark.parametrize(("stages", "label_stride", "flip"), [(None, 1, True), ((1, 3), 4, True), ((1, 3), 3, False)])
 def test_training_batches_are_those_of_pixels_to_half_precision(
     tmp_path: Path, stages: tuple[int, ...] | None, label_stride: int, flip: bool
 ) -> None:
@@ -200,7 +204,8 @@ def test_evaluating_again_reads_the_cache_and_gives_the_row(tmp_path: Path, writ
     train(config, quiet)
     assert written == [("val", 0), *(("train", block) for block in range(4))]
     written.clear()
-    assert evaluated_again(config.folder) == rows_of(config.folder)[-1]
+    trained = rows_of(config.folder)[-1]
+    assert {**trained, **evaluated_again(config.folder)} == trained
     assert written == []
 
 
@@ -331,7 +336,7 @@ main(["train", "--config", {write_config(config, tmp_path / "settings.yaml")!r}]
     builder.kill()
     errors = builder.communicate()[1].decode()
     assert builder.returncode == -signal.SIGKILL, errors
-    cache, test_cache = stored_caches(cache_path("features"))
+    cache = cache_of("train")
     assert list(contents(cache.folder)) == ["block-00000.bin", "block-00001.bin"]
     assert cache.images_done == 2 * SMALL_BLOCK
     [left] = cache.folder.glob(".block-00002.bin.*.tmp")
@@ -347,30 +352,30 @@ main(["train", "--config", {write_config(config, tmp_path / "settings.yaml")!r}]
 
 
 @pytest.mark.parametrize("damage", ["bit", "checksum", "truncated", "longer", "empty"])
-def test_a_damaged_block_is_made_again_and_named(
-    tmp_path: Path, written: list[tuple[str, int]], damage: str, weights: str
-) -> None:
-    model = {"weights": weights}
-    train(frozen_config(tmp_path / "first", model=model, train={"epochs": 1}), quiet)
-    folder = next(iter(cache_path("features").glob("shapes-train-*")))
+def test_a_damaged_block_is_made_again_and_named(tmp_path: Path, written: list[tuple[str, int]], damage: str) -> None:
+    model, source, out = frozen_model(), shapes(), io.StringIO()
+    folder = filled(tmp_path, model, source).folder
     sound = contents(folder)
     broken, body = folder / "block-00002.bin", bytearray(sound["block-00002.bin"])
     if damage in ("bit", "checksum"):
         body[1234 if damage == "bit" else -2] ^= 4
     broken.write_bytes({"truncated": body[:-100], "longer": body + b"\0", "empty": b""}.get(damage, bytes(body)))
-
-    model_now = Segmenter(ModelConfig("tiny", output_stride=8, width=16, freeze_backbone=True), True)
-    model_now.backbone.load_state_dict(torch.load(weights, weights_only=True))
-    store = feature_store(cache_path("features"), model_now, shapes(), "train", SIZE)
-    assert store.folder == folder
+    store = feature_store(tmp_path, model, source, "train", SIZE)
     with pytest.raises(UserError, match=r"block-00002.bin cannot be used \(it is (damaged|empty)\); start the run"):
         store.read(16, False)
 
     written.clear()
-    said = spoken(frozen_config(tmp_path / "second", model=model, train={"epochs": 1}))
-    assert said.count(f"damaged in the feature cache and made again: {broken}\n") == 1
+    fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"), Screen(Console(file=out, width=300)))
+    assert out.getvalue() == f"damaged in the feature cache and made again: {broken}\n"
     assert written == [("train", 2)]
     assert contents(folder) == sound
+
+
+def test_a_run_over_a_damaged_cache_equals_one_over_a_sound_one(tmp_path: Path) -> None:
+    train(frozen_config(tmp_path / "first"), quiet)
+    broken = cache_of("train").folder / "block-00002.bin"
+    broken.write_bytes(broken.read_bytes()[::-1])
+    assert spoken(frozen_config(tmp_path / "second")).count("made again: ") == 1
     assert_same_run(tmp_path / "first", tmp_path / "second")
 
 
@@ -426,8 +431,8 @@ def test_a_disk_that_fills_up_on_the_way_is_done_without_and_what_is_there_is_ke
     monkeypatch.setattr(FeatureStore, "write", until_full)
     said = spoken(frozen_config(tmp_path / "run"))
     assert said.count("(No space left on device)".replace("(", "([Errno 28] ")) == 1
-    [cache] = stored_caches(cache_path("features"))
-    assert cache.images_done == 2 * SMALL_BLOCK
+    assert cache_of("train").images_done == 2 * SMALL_BLOCK
+    assert cache_of("val").images_done == 8
     assert len(rows_of(tmp_path / "run")) == 3
 
 
@@ -737,12 +742,16 @@ def test_a_model_of_several_stages_goes_through_its_file(tmp_path: Path) -> None
 
 @pytest.fixture
 def two_caches() -> tuple[Path, Path, Path]:
-    """Two caches and a presence list; the root of all."""
+    """Two feature caches, a presence list and a trained step; the root of all first."""
     root, model, source = cache_path("features"), frozen_model(stages=(1, 3)), shapes(train_size=20)
     whole = filled(root, model, source, range(20)).folder
     part = filled(root, frozen_model(), shapes(), range(SMALL_BLOCK)).folder
     (root.parent / "presence").mkdir()
     (root.parent / "presence" / "voc-val-123.txt").write_text("a 1\n")
+    step = root.parent / "steps" / "0123"
+    step.mkdir(parents=True)
+    for name, size in (("kept.json", 10), ("model.safetensors", 4_000_000), ("state.safetensors", 100)):
+        (step / name).write_bytes(bytes(size))
     return root.parent, whole, part
 
 
@@ -759,7 +768,8 @@ def test_the_list_tells_what_is_kept(
     assert described[0].startswith(f"shapes train, 20 of 20 images, {size:.3f} GB, last used 20")
     assert described[1] == "tiny at 48 pixels, of each image 48×12×12 + 96×6×6 twice"
     assert re.search(rf"{part.name}\n  shapes train, 8 of 32 images, .* last used (1999-12-31|2000-01-0[12]) ", shown)
-    assert "presence\n  1 files, 0.000 GB" in shown
+    assert "presence\n  1 lists of the classes in each image, 0.000 GB, last made 20" in shown
+    assert "steps\n  1 trained steps for --reuse, 0.004 GB, last made 20" in shown
     assert re.search(rf"^\d\.\d\d\d GB in {root}; INCSEG_CACHE names another place$", shown, re.M)
 
 
@@ -788,6 +798,9 @@ def test_clearing_by_name(two_caches: tuple[Path, Path, Path], capsys: pytest.Ca
     assert capsys.readouterr().out == f"cleared {whole.name}: {size / 1e9:.3f} GB\n"
     assert not whole.exists()
     assert part.exists()
+    assert main(["cache", "clear", "steps"]) == 0
+    assert capsys.readouterr().out == "cleared steps: 0.004 GB\n"
+    assert list((root / "steps").iterdir()) == []
     assert main(["cache", "clear", "shapes", "presence"]) == 0
     assert [file for file in root.rglob("*") if file.is_file()] == []
 
@@ -836,11 +849,32 @@ def test_a_link_is_never_followed(
     whole.rename(moved)
     whole.symlink_to(moved)
     kept = contents(moved)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "kept.json").touch()
+    (root / "steps" / "linked").symlink_to(tmp_path / "step")
     assert main(["cache", "clear", "--all"]) == 2
     assert "is a link to another place, which is left alone" in capsys.readouterr().err
     assert contents(moved) == kept != {}
     assert part.exists()
     assert (root / "presence" / "voc-val-123.txt").exists()
+    assert main(["cache", "clear", "steps", part.name]) == 0
+    assert [file.name for file in (root / "steps").iterdir()] == ["linked"]
+    assert (tmp_path / "step" / "kept.json").exists()
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("kind", ["features", "presence", "steps"])
+def test_a_kind_of_cache_that_is_a_link_is_left_alone(
+    two_caches: tuple[Path, Path, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = two_caches[0]
+    (root / kind).rename(tmp_path / "elsewhere")
+    (root / kind).symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["cache", "clear", "--all"]) == 2
+    assert f"{root / kind} is a link to another place" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["cache"]) == 0
 
 
 def test_only_files_of_a_cache_are_deleted(two_caches: tuple[Path, Path, Path], tmp_path: Path) -> None:

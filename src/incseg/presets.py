@@ -28,6 +28,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "eval": {"size": 512, "batch_size": 4},
         "for_method": {"evidential": {"method": {"balancing": "paper", "foreground_weight": True}}},
     },
+    # Real VOC on two cores: a frozen backbone, run once per image. Rates of a small study, not tuned yet.
+    "voc-laptop": {
+        "task": "15-1",
+        "reuse": True,
+        "model": {
+            "backbone": "efficientnet-lite0", "weights": "imagenet", "freeze_backbone": True, "output_stride": 16,
+            "stages": [2, 3], "width": 96, "dilations": [1, 3, 6],
+        },
+        "train": {
+            "epochs": 6, "batch_size": 16, "lr": 0.05, "lr_later": 0.005, "crop": 224, "scale": None, "label_stride": 4,
+        },
+        "eval": {"size": 224, "batch_size": 16},
+        "for_method": {"evidential": {"train": {"lr": 0.15}}},
+    },
     # The embedded dataset in minutes on two cores.
     "shapes": {
         "task": "6-2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,41 +14,43 @@ from incseg.data.presence import cache_path
 from incseg.names import unknown
 from incseg.types import UserError
 
-HELP = "list: features and presence lists kept on disk; clear: delete some of them; both are made again when needed"
-_PRESENCE = "presence"
+HELP = "list: features and other work kept on disk; clear: delete some of it, which is made again when needed"
+_OTHERS = {
+    "presence": ("lists of the classes in each image", ("*.txt",)),
+    "steps": ("trained steps for --reuse", ("*/kept.json", "*/model.safetensors", "*/state.safetensors")),
+}
+"""Caches beside the features: what they hold, and their files, the first pattern one file for each thing kept."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=["list", "clear"], default="list", help="default: list")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="clear: a folder, or how the names of several begin")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="clear: a name from the list, or how several begin")
     parser.add_argument("--all", action="store_true", help="clear: everything")
     parser.epilog = (
-        "A run under way does not need what it has read already: clearing does not disturb it, and the disk is free "
-        "when it ends. A cache that a run is making is not cleared. INCSEG_CACHE names the folder all of them lie in."
+        "A run that trains already is not disturbed when its features are cleared; the disk is free when it ends. "
+        "Features that a run is making are not cleared. INCSEG_CACHE names the folder all of this lies in."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     features = list(stored_caches(cache_path("features")))
-    presence = sorted(cache_path(_PRESENCE).glob("*.txt"))
-    console = Console(highlight=False)
+    others = {name: files for name in _OTHERS if (files := _files(name))}
     if args.action == "list":
         if args.names or args.all:
             raise UserError("list shows all there is; names and --all belong to incseg cache clear")
-        _show(console, features, presence)
-        return 0
+        return _say(_listed(features, others))
     if bool(args.names) == args.all:
         raise UserError("say what to clear: names, as incseg cache lists them, or --all")
-    names = [*(cache.folder.name for cache in features), *([_PRESENCE] if presence else [])]
+    names = [*(cache.folder.name for cache in features), *others]
     chosen = set(names) if args.all else {name for begin in args.names for name in _beginning_with(begin, names)}
+    for kind in ("features", *_OTHERS):
+        if cache_path(kind).is_symlink():
+            raise UserError(f"{cache_path(kind)} is a link to another place, which is left alone; clear it by hand")
     freed = clear([cache for cache in features if cache.folder.name in chosen])
-    if _PRESENCE in chosen:
-        freed += _size(presence)
-        for file in presence:
-            file.unlink(missing_ok=True)
-    shown = ", ".join(sorted(chosen)) or "nothing, there is none"
-    console.print(f"cleared {shown}: {_gigabytes(freed)} GB", markup=False, soft_wrap=True)
-    return 0
+    for name in chosen & others.keys():
+        freed += _size(others[name])
+        _delete(others[name], cache_path(name))
+    return _say([f"cleared {', '.join(sorted(chosen)) or 'nothing, there is none'}: {_gigabytes(freed)} GB"])
 
 
 def _beginning_with(begin: str, names: list[str]) -> list[str]:
@@ -57,14 +60,28 @@ def _beginning_with(begin: str, names: list[str]) -> list[str]:
     return found
 
 
-def _show(console: Console, features: list[StoredCache], presence: list[Path]) -> None:
+def _files(name: str) -> list[Path]:
+    root = cache_path(name)
+    found = [file for pattern in _OTHERS[name][1] for file in sorted(root.glob(pattern))]
+    return [file for file in found if not file.parent.is_symlink() or file.parent == root]
+
+
+def _delete(files: Sequence[Path], root: Path) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in {file.parent for file in files} - {root}:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _listed(features: list[StoredCache], others: dict[str, list[Path]]) -> list[str]:
     lines = [line for cache in features for line in _describe(cache)]
-    if presence:
-        last = _date(max(file.stat().st_mtime for file in presence))
-        lines += [_PRESENCE, f"  {len(presence)} files, {_gigabytes(_size(presence))} GB, last made {last}"]
-    total = _gigabytes(sum(cache.bytes for cache in features) + _size(presence))
-    lines.append(f"{total} GB in {cache_path('features').parent}; INCSEG_CACHE names another place")
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    for name, files in others.items():
+        what, patterns = _OTHERS[name]
+        count, last = sum(file.match(patterns[0]) for file in files), max(file.stat().st_mtime for file in files)
+        lines += [name, f"  {count} {what}, {_gigabytes(_size(files))} GB, last made {_date(last)}"]
+    total = sum(cache.bytes for cache in features) + sum(_size(files) for files in others.values())
+    return [*lines, f"{_gigabytes(total)} GB in {cache_path('features').parent}; INCSEG_CACHE names another place"]
 
 
 def _describe(cache: StoredCache) -> list[str]:
@@ -80,7 +97,7 @@ def _describe(cache: StoredCache) -> list[str]:
     return [cache.folder.name, *details]
 
 
-def _size(files: list[Path]) -> int:
+def _size(files: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
@@ -90,3 +107,8 @@ def _gigabytes(size: int) -> str:
 
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _say(lines: list[str]) -> int:
+    Console(highlight=False).print("\n".join(lines), markup=False, soft_wrap=True)
+    return 0
