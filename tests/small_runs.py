@@ -64,9 +64,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def evaluated_again(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """The row that evaluating a saved step gives, with the training losses, which it does not know, added."""
+    """The row that evaluating a saved step gives, with what only training knows added."""
     row = evaluate(folder, step, screen=quiet)
-    return {**row, "losses": rows_of(folder)[row["index"]]["losses"]}
+    trained = rows_of(folder)[row["index"]]
+    return {**row, "losses": trained["losses"], "reused_from": trained["reused_from"]}
 
 
 def assert_same_run(one: Path, other: Path) -> None:

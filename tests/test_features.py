@@ -272,6 +272,7 @@ def test_the_key_holds_what_the_maps_depend_on_and_nothing_else(tmp_path: Path) 
         folder(split="val"),
     ]
     assert len({same, *others}) == 1 + len(others)
+    assert folder(size=8) != folder(size=8, output_stride=16), "though both maps are 1×1"
     assert not any(path.exists() for path in (same, *others)), "asking for a store makes nothing"
 
 
