@@ -65,11 +65,13 @@ def main() -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(run, commands.values()))
     rows, table = [], {}
-    environment = {}
+    environment, commits, rules = {}, set(), {}
     for (name, seed), arguments in commands.items():
         folder = Path(arguments[-1])
         results = json.loads((folder / "results.json").read_text())
         environment = json.loads((folder / "environment.json").read_text())
+        commits.add(str(environment["commit"]))
+        rules = results["rules"]
         unseen = [row["unseen"]["from_background"] for row in results["steps"] if row["unseen"]["from_background"]]
         rows.append(
             {
@@ -99,8 +101,8 @@ def main() -> None:
         + ", ".join(f"{name} {table[name]['unseen_auroc']['mean']:.3f}" for name in ROWS if table[name]["unseen_auroc"])
         + ".",
         "",
-        "Label rules plop: void ignored in training; classes not learnt yet are background at test.",
-        f"incseg {environment['incseg']}, commit {environment['commit']}, torch {environment['torch']}, "
+        "Label rules: " + ", ".join(f"{key} {value}" for key, value in rules.items()) + ".",
+        f"incseg {environment['incseg']}, commits {', '.join(sorted(commits))}, torch {environment['torch']}, "
         f"{environment['cpus']} CPUs, one thread a run.",
         "",
         "Command: `make results-shapes`, which runs",

@@ -26,6 +26,7 @@ def measure(form: str) -> dict[str, float]:
     from incseg.methods import Evidential
     from incseg.types import Batch, Output
 
+    torch.set_num_threads(1)  # with more, a busy machine decides the figures
     torch.manual_seed(0)
     old, classes, size = 100, 150, 512
     logits = torch.randn(2, classes, 32, 32, requires_grad=True)
@@ -98,7 +99,7 @@ def main() -> None:
         f"| ratio | {ratio['seconds']:.1f} | {ratio['extra_megabytes']:.1f} |",
         "",
         "From logits at 32², 100 old and 50 new classes, both distillation terms; median of "
-        f"{REPEATS} processes each, run in turn, the best of three calls in each.",
+        f"{REPEATS} processes each, run in turn, the best of three calls in each, one thread.",
         "Command: `python scripts/loss_memory.py`.",
     ]
     Path("results").mkdir(exist_ok=True)
