@@ -194,8 +194,8 @@ def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene) -> None:
     """Halves of a batch, each with the mean of both halves' counts, average to the whole: what DDP relies on."""
     whole = scene.mixed()
     halves = [scene.batch(whole.labels[i : i + 1]) for i in range(2)]
-    for half, image in zip(halves, whole.images, strict=True):
-        half.images, half.counts = image[None], whole.counts / 2
+    for half, image in zip(halves, whole.inputs, strict=True):
+        half.inputs, half.counts = image[None], whole.counts / 2
     together = scene.losses(whole)
     apart = [scene.losses(half) for half in halves]
     for name, value in together.items():
