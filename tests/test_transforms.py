@@ -22,13 +22,14 @@ def generator(seed: int = 0) -> np.random.Generator:
 
 
 def scene(seed: int, width: int, height: int) -> np.ndarray:
-    """A binary mask with a few rectangles."""
+    """A binary mask of a few rectangles in cells of eight pixels: nothing so thin that nearest would skip it."""
     rng = generator(seed)
-    mask = np.zeros((height, width), dtype=np.uint8)
+    rows, columns = height // 8 + 1, width // 8 + 1
+    cells = np.zeros((rows, columns), dtype=np.uint8)
     for _ in range(4):
-        x, y = rng.integers(0, width), rng.integers(0, height)
-        mask[y : y + 3 + rng.integers(height // 2), x : x + 3 + rng.integers(width // 2)] ^= 1
-    return mask
+        x, y = rng.integers(columns), rng.integers(rows)
+        cells[y : y + 1 + rng.integers(rows // 2), x : x + 1 + rng.integers(columns // 2)] ^= 1
+    return np.kron(cells, np.ones((8, 8), dtype=np.uint8))[:height, :width]
 
 
 def picture(mask: np.ndarray) -> Image.Image:
@@ -48,7 +49,9 @@ def assert_aligned(image: torch.Tensor, labels: torch.Tensor) -> None:
     decoded = (image[0] >= 0.5).numpy()
     inner = away_from_edges(labels.numpy(), reach=1)
     assert inner.mean() > 0.2
-    np.testing.assert_array_equal(decoded[inner], labels.numpy().astype(bool)[inner])
+    # Where four cells meet crosswise, bilinear may differ at a pixel; a shift differs along every edge.
+    wrong = (decoded[inner] != labels.numpy().astype(bool)[inner]).mean()
+    assert wrong < 0.003, f"{wrong:.2%} of the pixels away from edges disagree"
 
 
 @settings(deadline=None, max_examples=60)
