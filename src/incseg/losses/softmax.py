@@ -25,4 +25,4 @@ def normalised_entropy(probabilities: Tensor) -> Tensor:
 def softmax_prediction(logits: Tensor) -> Prediction:
     """Arg-max of the softmax; its uncertainty is the normalised entropy."""
     probabilities = logits.softmax(1)
-    return Prediction(probabilities.argmax(1).to(torch.uint8), probabilities, normalised_entropy(probabilities))
+    return Prediction(probabilities.max(1).indices.to(torch.uint8), probabilities, normalised_entropy(probabilities))
