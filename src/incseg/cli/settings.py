@@ -36,7 +36,7 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line asks for."""
     tokens = [_lengthen(token) for token in argv]
     file, tokens = _take_option("--config", tokens)
-    config = _normalised(read_config(Path(file)), file) if file is not None else {}
+    config = _from_file(file) if file is not None else {}
     method = _last("--method.name", tokens) or config.get("method", {}).get("name") or "evidential"
     if method != config.get("method", {}).get("name", method):
         config["method"] = {"name": method}  # another method's options mean nothing to this one
@@ -138,6 +138,13 @@ def _take_option(flag: str, tokens: list[str]) -> tuple[str | None, list[str]]:
 
 def _last(flag: str, tokens: list[str]) -> str | None:
     return _take_option(flag, tokens)[0]
+
+
+def _from_file(file: str) -> dict[str, Any]:
+    if not Path(file).is_file():
+        problem = "is a folder" if Path(file).is_dir() else "does not exist"
+        raise UserError(f"--config {file} {problem}; give a YAML file, such as the config.yaml of a run")
+    return _normalised(read_config(Path(file)), file)
 
 
 def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
