@@ -29,7 +29,6 @@ import incseg.data.features as features_module
 from incseg.cli import main
 from incseg.data.features import FeatureStore, StoredCache, StoreUnwritable, clear, stored_caches
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed, _ahead, thinned
-from incseg.data.presence import cache_path
 from incseg.data.shapes import Shapes
 from incseg.data.source import Source
 from incseg.data.transforms import TestTransform
@@ -39,7 +38,7 @@ from incseg.engine.progress import Screen, Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
 from incseg.experiment import RunConfig, Setup, train
-from incseg.files import read_tensors
+from incseg.files import cache_path, read_tensors
 from incseg.methods import build_method
 from incseg.models.aspp import Neck, activate
 from incseg.models.files import load_segmenter, save_segmenter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -17,6 +18,7 @@ from incseg.data.files import FileError, as_rgb, list_file, read_image, read_mas
 from incseg.data.folder import Folder, hash_split, read_classes
 from incseg.data.source import Source, voc_palette
 from incseg.data.voc import VOC, VOC_INFO
+from incseg.files import cache_path
 from incseg.types import UserError
 
 REAL_VOC = Path(__file__).resolve().parents[2] / "shared" / "data" / "voc224"
@@ -423,6 +425,25 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     third = Folder(root).fingerprint("train")
     fourth = Folder(root, void=200).fingerprint("train")
     assert len({first, second, third, fourth}) == 4
+
+
+def test_a_copy_of_a_dataset_has_its_fingerprint(tmp_path: Path) -> None:
+    root = make_folder(tmp_path)
+    shutil.copytree(root, tmp_path / "copy", copy_function=shutil.copyfile)
+    copied = Folder(tmp_path / "copy")
+    assert (
+        copied.files("train").images[0].stat().st_mtime_ns != Folder(root).files("train").images[0].stat().st_mtime_ns
+    )
+    assert copied.fingerprint("train") == Folder(root).fingerprint("train")
+
+
+def test_a_damaged_note_of_the_contents_is_made_again(tmp_path: Path) -> None:
+    source = Folder(make_folder(tmp_path))
+    first = source.fingerprint("train")
+    [note] = cache_path("contents").iterdir()
+    note.write_text("half")
+    assert source.fingerprint("train") == first
+    assert len(note.read_text()) == 64
 
 
 def test_a_source_can_go_to_another_process(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import incseg
 from incseg.data import build_source
 from incseg.data.features import StoreUnwritable
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
-from incseg.data.presence import Presence, cache_path, presence_of
+from incseg.data.presence import Presence, presence_of
 from incseg.data.source import Source, Split
 from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
 from incseg.engine.board import Board
@@ -26,7 +26,7 @@ from incseg.engine.rundir import RunDir, read_config
 from incseg.engine.runtime import Precision, Runtime, seed_everything, started
 from incseg.engine.steps import StepStore
 from incseg.engine.trainer import TrainConfig, Trainer
-from incseg.files import read_tensors, tensors_digest, write_json
+from incseg.files import cache_path, read_tensors, tensors_digest, write_json
 from incseg.methods import build_method
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
@@ -50,6 +50,8 @@ class DataConfig:
         image_size: side of the scenes of shapes.
         train_limit: use at most so many images in each step, evenly chosen; a try-out, not the protocol.
         val_limit: test on at most so many images, evenly chosen.
+        holdout: keep every so many-th training image out of every step and test on these instead of the test set;
+            settings are chosen so, never on the test set.
         cache: auto keeps the features of a frozen backbone on disk where the input is deterministic up to a flip
             (train.scale empty); off computes them every time.
     """
@@ -64,6 +66,7 @@ class DataConfig:
     image_size: int = 96
     train_limit: int | None = None
     val_limit: int | None = None
+    holdout: int | None = None
     cache: Literal["auto", "off"] = "auto"
 
 
@@ -154,6 +157,7 @@ class Setup:
     counted: list[list[bool]]
     summary: dict[str, Any]
     notes: list[str]
+    test_split: Split = "val"
 
     @staticmethod
     def of(config: RunConfig, method: Method, reporter: Reporter) -> Setup:
@@ -161,14 +165,20 @@ class Setup:
         setting = "joint" if method.single_step else config.setting
         protocol = Protocol(source.info, config.task, setting, config.rules, config.order)
         train = read_presence_of(source, "train", config.data.presence, reporter)
-        test = read_presence_of(source, "val", None, reporter)
-        train_images = [_limit(images, config.data.train_limit) for images in protocol.train_images(train.classes)]
-        test_images = _limit(range(len(test.names)), config.data.val_limit)
+        held_out = _held_out(len(train.names), config.data.holdout)
+        test = train if held_out else read_presence_of(source, "val", None, reporter)
+        train_images = [
+            _limit([image for image in images if image not in held_out], config.data.train_limit)
+            for images in protocol.train_images(train.classes)
+        ]
+        test_images = _limit(held_out or range(len(test.names)), config.data.val_limit)
         counted = []
         for step in protocol.steps:
             allowed = set(protocol.test_images(step, test.classes))
             counted.append([image in allowed for image in test_images])
         notes = [*source.notes, *protocol.describe_rules()]
+        if held_out:
+            notes.append(f"tested on {len(held_out)} held-out training images, not on the test set")
         if config.data.train_limit or config.data.val_limit:
             notes.append(
                 f"a try-out, not the full protocol: at most {config.data.train_limit or 'all'} training images a step, "
@@ -177,7 +187,8 @@ class Setup:
         summary = protocol.as_dict()
         for row, images, flags in zip(summary["steps"], train_images, counted, strict=True):
             row |= {"train_images": len(images), "test_images": sum(flags)}
-        return Setup(source, protocol, train_images, test_images, counted, summary, notes)
+        split: Split = "train" if held_out else "val"
+        return Setup(source, protocol, train_images, test_images, counted, summary, notes, split)
 
     def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
@@ -188,10 +199,14 @@ class Setup:
         if _features_can_be_kept(config):
             root = cache_path("features")
             kept = feature_store(root, model, self.source, "train", config.train.crop)
-            kept_for_test = feature_store(root, model, self.source, "val", config.eval.size)
-            wanted = [Wanted(kept_for_test, self.test_images, test_workers)]
-            if train:
-                wanted.append(Wanted(kept, {i for step in self.train_images for i in step}, train_workers))
+            kept_for_test = feature_store(root, model, self.source, self.test_split, config.eval.size)
+            needed = {i for step in self.train_images for i in step} if train else set()
+            if kept_for_test.folder == kept.folder:  # held-out training images: one store, one lock
+                kept_for_test = kept
+                needed |= set(self.test_images)
+            wanted = [Wanted(kept, needed, train_workers)]
+            if kept_for_test is not kept:
+                wanted.insert(0, Wanted(kept_for_test, self.test_images, test_workers))
             try:
                 fill(wanted, model, self.source, runtime, reporter)
                 return FeatureFeed(*images, kept, kept_for_test, config.train.flip, stride)
@@ -202,6 +217,7 @@ class Setup:
         return PixelFeed(
             *images,
             source=self.source,
+            test_split=self.test_split,
             train_transform=TrainTransform(crop, mean, std, scale, flip)
             if scale
             else CentreTransform(crop, mean, std, flip),
@@ -242,6 +258,15 @@ def read_presence_of(source: Source, split: Split, file: str | None, reporter: R
     finally:
         if begun:
             reporter.end()
+
+
+def _held_out(count: int, every: int | None) -> range:
+    """The training images that are tested on instead of trained with: every so many-th, from the middle."""
+    if every is None:
+        return range(0)
+    if not 2 <= every <= count:
+        raise UserError(f"data.holdout is {every}; it keeps back every so many-th of {count} images: give 2 to {count}")
+    return range(every // 2, count, every)
 
 
 def _limit(images: Sequence[int], most: int | None) -> tuple[int, ...]:

@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from incseg.types import UserError
+
+
+def cache_path(kind: str) -> Path:
+    """Where a kind of cache lies: under the environment's INCSEG_CACHE, else in the user's cache folder."""
+    chosen = os.environ.get("INCSEG_CACHE")
+    root = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("incseg", appauthor=False)
+    return root / kind
 
 
 @contextlib.contextmanager

@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from incseg.data.features import StoredCache, clear, stored_caches
-from incseg.data.presence import cache_path
+from incseg.files import cache_path
 from incseg.names import unknown
 from incseg.types import UserError
 
 HELP = "list: features and other work kept on disk; clear: delete some of it, which is made again when needed"
 _OTHERS = {
+    "contents": ("digests of datasets", ("*",)),
     "presence": ("lists of the classes in each image", ("*.txt",)),
     "steps": ("trained steps for --reuse", ("*/kept.json", "*/model.safetensors", "*/state.safetensors")),
 }

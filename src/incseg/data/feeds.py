@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from incseg.data.features import FeatureStore
-from incseg.data.source import Source
+from incseg.data.source import Source, Split
 from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
 from incseg.data.views import StepView, batches, in_order, sample_generator
 from incseg.protocol import Step
@@ -59,6 +59,7 @@ class PixelFeed(Feed):
     """Images decoded and augmented when they are needed, by loader processes."""
 
     source: Source
+    test_split: Split
     train_transform: TrainTransform | CentreTransform
     plain_transform: TestTransform
     test_transform: TestTransform
@@ -79,7 +80,7 @@ class PixelFeed(Feed):
         yield from batches(view, in_order(range(len(images)), batch_size), self.train_workers, self.pin)
 
     def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
-        view = StepView(self.source, "val", self.test_images, step.test_table, self.test_transform)
+        view = StepView(self.source, self.test_split, self.test_images, step.test_table, self.test_transform)
         yield from batches(view, in_order(positions, batch_size), self.test_workers, self.pin)
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import platformdirs
 
 from incseg.data.files import FileError, PathLike, text_lines
 from incseg.data.source import Source, Split
-from incseg.files import write_text
+from incseg.files import cache_path, write_text
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 Progress = Callable[[int, int], None]
@@ -76,13 +75,6 @@ def write_presence(path: PathLike, presence: Presence) -> None:
         start = f"{name}\t" if " " in name else name
         lines.append(" ".join([start, *(str(i - 1) for i in ids)]) + "\n")
     write_text(Path(path), "".join(lines))
-
-
-def cache_path(kind: str) -> Path:
-    """Where a kind of cache lies: under the environment's INCSEG_CACHE, else in the user's cache folder."""
-    chosen = os.environ.get("INCSEG_CACHE")
-    root = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("incseg", appauthor=False)
-    return root / kind
 
 
 def presence_of(
