@@ -196,6 +196,8 @@ class Setup:
         stride = config.train.label_stride
         train_workers = _workers(config.train.workers, self.source, runtime)
         test_workers = _workers(config.eval.workers, self.source, runtime)
+        mean, std = model.backbone.mean, model.backbone.std
+        plain = TestTransform(config.train.crop, mean, std)
         if _features_can_be_kept(config):
             root = cache_path("features")
             kept = feature_store(root, model, self.source, "train", config.train.crop)
@@ -209,10 +211,9 @@ class Setup:
                 wanted.insert(0, Wanted(kept_for_test, self.test_images, test_workers))
             try:
                 fill(wanted, model, self.source, runtime, reporter)
-                return FeatureFeed(*images, kept, kept_for_test, config.train.flip, stride)
+                return FeatureFeed(*images, kept, kept_for_test, plain, config.train.flip, stride)
             except StoreUnwritable as error:
                 reporter.say(f"{error}; going on without it, which takes longer; INCSEG_CACHE names another place")
-        mean, std = model.backbone.mean, model.backbone.std
         crop, scale, flip = config.train.crop, config.train.scale, config.train.flip
         return PixelFeed(
             *images,
@@ -221,7 +222,7 @@ class Setup:
             train_transform=TrainTransform(crop, mean, std, scale, flip)
             if scale
             else CentreTransform(crop, mean, std, flip),
-            plain_transform=TestTransform(crop, mean, std),
+            plain_transform=plain,
             test_transform=TestTransform(config.eval.size or None, mean, std),
             label_stride=stride,
             train_workers=train_workers,

@@ -18,6 +18,10 @@ MAX_CLASSES = UNSEEN - 1
 """Labels are bytes, and two of them are taken."""
 
 
+Inputs = Tensor | tuple[Tensor, ...]
+"""What a model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads."""
+
+
 class UserError(ValueError):
     """Something the user can put right. Shown as one line: what came, what is allowed, what to do."""
 
@@ -47,13 +51,13 @@ class Increment:
 class Batch:
     """Images with their training labels, on the device.
 
-    inputs:  what the model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads.
+    inputs:  what the model takes.
     labels:  (B, H, W) uint8, learnt indices: 0 background, 1.. in the order of learning, 255 ignored.
     counts:  (256,) float, how many pixels carry each label: the mean over all processes, so that
              dividing a local sum by it and averaging gradients gives the mean over the global batch.
     """
 
-    inputs: Tensor | tuple[Tensor, ...]
+    inputs: Inputs
     labels: Tensor
     counts: Tensor
     names: Sequence[str] = ()

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from incseg.data.features import FeatureStore
@@ -21,10 +22,10 @@ from incseg.data.source import Source, Split
 from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
 from incseg.data.views import StepView, batches, in_order, sample_generator
 from incseg.protocol import Step
+from incseg.types import Inputs
 
 Keys = Iterable[list[tuple[int, int]]]
 """Batches of (epoch, position)."""
-Inputs = Tensor | tuple[Tensor, ...]
 Loaded = tuple[Inputs, Tensor, list[int]]
 """What the model takes, labels, and the images' numbers in the source."""
 Labels = TypeVar("Labels", np.ndarray, Tensor)
@@ -40,6 +41,10 @@ class Feed(ABC):
     train_images: Sequence[Sequence[int]]
     test_images: Sequence[int]
     seed: int
+
+    @abstractmethod
+    def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
+        """Photographs from elsewhere as `plain` would give them; `encode` is what the head reads of pixels."""
 
     @abstractmethod
     def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
@@ -68,6 +73,9 @@ class PixelFeed(Feed):
     test_workers: int
     pin: bool
 
+    def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
+        return torch.stack([self.plain_transform(image, None)[0] for image in images])
+
     def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
         images, seed = self.train_images[step.index], (self.seed, step.index)
         view = StepView(self.source, "train", images, step.train_table, self.train_transform, seed)
@@ -90,8 +98,12 @@ class FeatureFeed(Feed):
 
     train_store: FeatureStore
     test_store: FeatureStore
+    plain_transform: TestTransform
     flip: bool
     label_stride: int
+
+    def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
+        return encode(torch.stack([self.plain_transform(image, None)[0] for image in images]))
 
     def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
         images, seed = self.train_images[step.index], (self.seed, step.index)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from incseg.types import UserError
+from incseg.types import Inputs, UserError
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 _Made = TypeVar("_Made")
@@ -89,7 +89,7 @@ class Runtime:
         """This process's part of a list; the parts of all processes make up the whole, each item once."""
         return list(rows[self.rank :: self.world])
 
-    def move(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def move(self, inputs: Inputs) -> Inputs:
         """What a model takes, on the device."""
         if isinstance(inputs, Tensor):
             return inputs.to(self.device, non_blocking=True)

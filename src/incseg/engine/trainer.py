@@ -13,9 +13,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from incseg.data.feeds import Feed, Inputs
+from incseg.data.feeds import Feed
 from incseg.data.views import EpochOrder
 from incseg.engine.board import Board
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -30,7 +31,7 @@ from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Protocol, Step
-from incseg.types import Batch, Increment, Output, UserError
+from incseg.types import Batch, Increment, Inputs, Output, UserError
 
 
 @dataclass
@@ -182,7 +183,9 @@ class Trainer:
         teacher = self.model.frozen_copy() if step.index else None
         self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index])))
         self.model.to(self.runtime.device).train()
-        context = StepContext(step, self.model, teacher, lambda: self._plain_batches(step))
+        context = StepContext(
+            step, self.model, teacher, lambda: self._plain_batches(step), self.runtime.mean, self._inputs
+        )
         self.method.begin_step(context)
         progress = self._fit(step, teacher)
         self.method.end_step(context)
@@ -248,7 +251,7 @@ class Trainer:
         inputs: Inputs, labels: Tensor, step: Step, iteration: int,
     ) -> dict[str, float]:  # fmt: skip
         """One optimiser update; stops the run before it does harm if the loss or its gradient is not finite."""
-        batch = self._to_batch(inputs, labels)
+        batch = self.method.extend(self._to_batch(inputs, labels))
         teacher_out: Output | None = None
         with self.runtime.autocast():
             if teacher is not None:
@@ -281,6 +284,14 @@ class Trainer:
         labels = labels.to(self.runtime.device, non_blocking=True)
         counts = self.runtime.mean(torch.bincount(labels.flatten(), minlength=256).float())
         return Batch(self.runtime.move(inputs), labels, counts)
+
+    def _inputs(self, images: Sequence[Image.Image]) -> Inputs:
+        """Photographs from elsewhere, as the feed would give them."""
+
+        def encode(pixels: Tensor) -> Inputs:
+            return self.model.read_by_head(self.model.encode(pixels.to(self.runtime.device)))
+
+        return self.runtime.move(self.feed.inputs(images, encode))
 
     def _order(self, step: Step, epochs: int, first: int) -> EpochOrder:
         size, world = self.train.batch_size, self.runtime.world

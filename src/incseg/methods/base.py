@@ -7,11 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from PIL import Image
 from torch import Tensor, nn
 
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
+from incseg.types import Batch, Increment, Inputs, Output, Prediction
+
+CROSS_ENTROPY = "cross_entropy"
+"""Step 0 by plain softmax cross-entropy."""
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass
@@ -20,13 +28,17 @@ class StepContext:
 
     model:    the network, already grown for the step; its parameters may be changed in `begin_step`.
     teacher:  the frozen model of the step before, None in step 0.
-    batches:  one pass over the step's training images without augmentation, in order.
+    batches:  one pass over the step's training images without augmentation, in order; the same in every process.
+    mean:     of a tensor over the processes of the run.
+    inputs:   photographs from elsewhere as this run's model takes them: normalised, or through a kept backbone.
     """
 
     step: Step
     model: Segmenter
     teacher: Segmenter | None
     batches: Callable[[], Iterable[Batch]]
+    mean: Callable[[Tensor], Tensor] = _as_it_is
+    inputs: Callable[[Sequence[Image.Image]], Inputs] | None = None
 
 
 class Method(ABC):
@@ -46,6 +58,9 @@ class Method(ABC):
     """Options that only `predict` reads."""
     later_options: ClassVar[frozenset[str]] = frozenset()
     """Options that step 0 does not read."""
+    first_step: ClassVar[str | None] = None
+    """What step 0 is trained by, where several methods train it alike (CROSS_ENTROPY) and can share it; such a method
+    has no state that step 0's batches make."""
 
     @dataclass
     class Config:
@@ -65,6 +80,10 @@ class Method(ABC):
     def begin_step(self, context: StepContext) -> None:
         """Before the first batch of a step: initialise classifiers, collect statistics."""
 
+    def extend(self, batch: Batch) -> Batch:
+        """Before the network sees a batch: a method that replays adds images to it."""
+        return batch
+
     def after_backward(self, model: nn.Module) -> None:
         """Gradients are there, the optimiser has not moved yet."""
 
@@ -73,6 +92,8 @@ class Method(ABC):
 
     def recipe(self, step: int) -> dict[str, Any]:
         """What decides how this method trains a step: where two agree, the trained model can serve both."""
+        if step == 0 and self.first_step is not None:
+            return {"method": self.first_step}
         left_out = self.inference_options | (self.later_options if step == 0 else frozenset())
         options = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         return {"method": f"{type(self).__module__}:{type(self).__qualname__}", **options}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from incseg.models.aspp import ASPP, Neck, default_dilations
 from incseg.models.backbones import build_backbone
 from incseg.models.weights import load_weights
-from incseg.types import Increment, Output, UserError
+from incseg.types import Increment, Inputs, Output, UserError
 
 CLASSIFIER_STD = 0.01
 """Small weights and zero bias: a new class starts undecided (PAPER.md section 2)."""
@@ -119,7 +119,7 @@ class Segmenter(nn.Module):
         bias = torch.cat([classifier.get_parameter("bias") for classifier in self.classifiers])
         return Output(logits=F.conv2d(embedding, weight, bias), embedding=embedding, stages=stages)
 
-    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Output:
+    def forward(self, inputs: Inputs) -> Output:
         """(B, 3, H, W) normalised images, or what the head reads of them → logits at the network's resolution."""
         if isinstance(inputs, Tensor):
             stages = self.encode(inputs)
