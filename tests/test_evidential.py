@@ -19,6 +19,7 @@ from incseg.losses.evidential import (
     distill_foreground,
     distill_uncertainty,
     evidential_cross_entropy,
+    evidential_labels,
     foreground_background_weights,
     log_evidence,
     log_probabilities,
@@ -427,3 +428,16 @@ def test_sizes_must_make_the_channels() -> None:
 def test_prior_needs_image_counts(images: tuple[int, ...] | None) -> None:
     with pytest.raises(UserError, match="number of training images"):
         odds_log_probabilities(torch.zeros(1, 3), (2, 1), prior=0.5, images=images)
+
+
+@pytest.mark.parametrize("mode", ["none", "ratio"])
+@pytest.mark.parametrize("rectifier", RECTIFIERS)
+@pytest.mark.parametrize("sizes", [(6,), (3, 2, 1), (1, 1, 1, 3)])
+@pytest.mark.parametrize("spread", [1.0, 4.0, 30.0])
+def test_labels_alone_are_the_arg_max(mode: str, rectifier: str, sizes: tuple[int, ...], spread: float) -> None:
+    z = scores(400, 6, spread=spread) + 2
+    wanted = balanced_log_probabilities(z, sizes, mode, rectifier)
+    assert torch.equal(evidential_labels(z, sizes, mode, rectifier), wanted.argmax(1))
+    strongest = wanted[:, 1:].argmax(1) + 1
+    hierarchical = torch.where(wanted[:, 0].exp() < 0.3, strongest, 0)
+    assert torch.equal(evidential_labels(z, sizes, mode, rectifier, 0.3), hierarchical)

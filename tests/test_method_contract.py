@@ -239,6 +239,13 @@ def test_predictions_are_probabilities(scene: Scene, scale: float) -> None:
     assert prediction.uncertainty.max() <= 1
 
 
+@pytest.mark.parametrize("scale", [0.0, 3.0, 100.0])
+def test_labels_alone_are_those_of_the_prediction(scene: Scene, scale: float) -> None:
+    shape = (2, scene.model.num_outputs, 40, 30)
+    logits = scale * torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert torch.equal(scene.method.decide(logits, scene.model.increments), scene.predict(logits).labels)
+
+
 def test_the_strongest_class_wins(scene: Scene) -> None:
     known = len(scene.step.seen)
     logits = torch.full((1, scene.model.num_outputs, 1, known), -5.0)

@@ -14,6 +14,7 @@ from incseg.data.feeds import Feed
 from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
+from incseg.losses.softmax import normalised_entropy
 from incseg.methods.base import Method
 from incseg.metrics.confusion import confusion_counts, iou
 from incseg.metrics.continual import summary
@@ -44,13 +45,19 @@ class EvalConfig:
                 raise UserError(f"eval.{name} is {value}; it must be at least {least}")
 
 
+GROUPS = ("background", "seen", "unseen")
+SCORES = ("not_background", "uncertainty", "entropy", "not_strongest")
+"""1 − P(background), the method's own uncertainty, the entropy of its probabilities, 1 − their maximum."""
+SCORE_STRIDE = 2
+"""Every so many-th pixel in both directions is ranked: neighbours say the same, and all probabilities are dear."""
+
+
 @dataclass
 class Counts:
     """Everything an evaluation counts; adds up over batches and processes.
 
     confusion: (N+1, N+1) over the images that the rules count.
-    scores:    (4, BINS) histograms over all images: 1 − P(background) at true background and at unseen classes,
-               the uncertainty at seen and at unseen classes.
+    scores:    (groups, scores, BINS) histograms over all images of SCORES at pixels of GROUPS.
     """
 
     confusion: Tensor
@@ -60,7 +67,7 @@ class Counts:
     def zero(num_labels: int, device: torch.device) -> Counts:
         return Counts(
             torch.zeros(num_labels, num_labels, dtype=torch.int64, device=device),
-            torch.zeros(4, BINS, dtype=torch.int64, device=device),
+            torch.zeros(len(GROUPS), len(SCORES), BINS, dtype=torch.int64, device=device),
         )
 
     def reduce(self, runtime: Runtime) -> Counts:
@@ -99,12 +106,15 @@ class Evaluator:
             with self.runtime.autocast():
                 logits = model(self.runtime.move(inputs)).logits
             for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
-                prediction = method.predict(strip, model.increments)
                 target = labels[:, rows]
-                _count_scores(counts.scores, prediction, target)
+                if step.future:
+                    first = -rows.start % SCORE_STRIDE
+                    some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
+                    _count_scores(counts.scores, method.predict(strip[some], model.increments), target[some])
+                found = method.decide(strip, model.increments)
                 target = torch.where(target == UNSEEN, unseen, target)
                 target = torch.where(in_matrix, target, IGNORE)
-                counts.confusion += confusion_counts(prediction.labels, target, model.num_classes + 1)
+                counts.confusion += confusion_counts(found, target, model.num_classes + 1)
             self.reporter.advance(len(indices) * self.runtime.world)
         self.reporter.end()
         return counts.reduce(self.runtime)
@@ -114,33 +124,41 @@ class Evaluator:
         return {"test_images": sum(self.counted[step.index]), **figures(counts, self.protocol, step)}
 
 
-def _count_scores(scores: Tensor, prediction: Prediction, target: Tensor) -> None:
-    unseen, seen = target == UNSEEN, (target != BACKGROUND) & (target < UNSEEN)
-    not_background = 1 - prediction.probabilities[:, 0]
+def _count_scores(counts: Tensor, prediction: Prediction, target: Tensor) -> None:
+    unseen, background = target == UNSEEN, target == BACKGROUND
+    groups = (background, ~background & (target < UNSEEN), unseen)
     shown = (
-        (not_background, target == BACKGROUND),
-        (not_background, unseen),
-        (prediction.uncertainty, seen),
-        (prediction.uncertainty, unseen),
+        1 - prediction.probabilities[:, 0],
+        prediction.uncertainty,
+        normalised_entropy(prediction.probabilities),
+        1 - prediction.probabilities.amax(1),
     )
-    for row, (score, chosen) in zip(scores, shown, strict=True):
-        row += score_counts(score[chosen])
+    for of_group, chosen in zip(counts, groups, strict=True):
+        for row, score in zip(of_group, shown, strict=True):
+            row += score_counts(score[chosen])
 
 
 def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:
     """Base / New / All / Inc in percent, IoU per class, and how well classes not learnt yet are told apart:
-    from true background by 1 − P(background), from seen classes by the uncertainty."""
+    from true background by 1 − P(background), from seen classes by the uncertainty; and both by entropy and maximum."""
     shares = iou(counts.confusion).tolist()
     names = ["background", *(protocol.dataset.classes[i - 1] for i in step.seen)]
     has_background = protocol.dataset.has_background
     shown = list(zip(names, shares, strict=True))[0 if has_background else 1 :]
-    at_background, at_unseen, sure, unsure = counts.scores
+
+    def ranked(other: str, score: str) -> dict[str, float] | None:
+        by = SCORES.index(score)
+        return ranking(counts.scores[GROUPS.index("unseen"), by], counts.scores[GROUPS.index(other), by])
+
+    others = ("entropy", "not_strongest")
     return {
         **summary(shares, _learnt_groups(protocol, step), has_background),
         "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
         "unseen": {
-            "from_background": ranking(at_unseen, at_background) if has_background else None,
-            "from_seen": ranking(unsure, sure),
+            "from_background": ranked("background", "not_background") if has_background else None,
+            "from_seen": ranked("seen", "uncertainty"),
+            "from_background_by": {by: ranked("background", by) if has_background else None for by in others},
+            "from_seen_by": {by: ranked("seen", by) for by in others},
         },
     }
 

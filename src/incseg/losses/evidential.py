@@ -48,6 +48,16 @@ _LOG_RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_LARGEST_SCORE = 80.0  # exp of more overflows float32; u is zero there long since
+
+_RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp_sigmoid": lambda z: z.clamp(max=_LARGEST_SCORE).exp() * z.sigmoid(),
+    "exp": lambda z: z.clamp(max=_LARGEST_SCORE).exp(),
+    "relu": lambda z: z.clamp(min=_RELU_FLOOR),
+    "softplus": F.softplus,
+}
+
+
 def log_evidence(logits: Tensor, rectifier: Rectifier = "exp_sigmoid") -> Tensor:
     """log e of raw scores. `exp_sigmoid`: e = exp(z)·σ(z), the paper's choice."""
     require_known("rectifier", rectifier, _LOG_RECTIFIERS)
@@ -267,3 +277,40 @@ def balanced_log_probabilities(
     if mode == "odds":
         return odds_log_probabilities(logits, sizes, rectifier, prior, images)
     return _log_probabilities(Dirichlet.of(balance(logits, sizes, mode, rectifier)))
+
+
+def evidential_labels(
+    logits: Tensor,
+    sizes: Sequence[int],
+    mode: Balancing,
+    rectifier: Rectifier = "exp_sigmoid",
+    threshold: float | None = None,
+) -> Tensor:
+    """(B, …) the arg-max of `balanced_log_probabilities` with `none` or `ratio`, in half its time.
+
+    Both scale the evidence of an increment by a constant and every rectifier rises with z, so that the strongest class
+    of an increment is that of its largest score, and only its probability must be compared with u:
+    Σe·(1 + e_best) > N·(Σe + N). With a `threshold` on u, u < threshold decides instead.
+    """
+    require_known("balancing of a constant factor", mode, ("none", "ratio"))
+    total = sum(sizes)
+    first, best, best_label, evidence = 1, None, None, None
+    for size, part in zip(sizes, logits.split(list(sizes), 1), strict=True):
+        scale = total / size if mode == "ratio" else 1.0
+        score, index = part.max(1)
+        strength = log_evidence(score, rectifier) + math.log(scale)
+        summed = _RECTIFIERS[rectifier](part).sum(1) * scale
+        if best is None or best_label is None or evidence is None:
+            best, best_label, evidence = strength, index + first, summed
+        else:
+            best_label = torch.where(strength > best, index + first, best_label)
+            best = torch.maximum(best, strength)
+            evidence = evidence + summed
+        first += size
+    if best is None or best_label is None or evidence is None:
+        raise ValueError("there is no increment to decide between")
+    if threshold is None:
+        foreground = evidence * (1 + best.clamp(max=_LARGEST_SCORE).exp()) > total * (evidence + total)
+    else:
+        foreground = total < threshold * (evidence + total)
+    return torch.where(foreground, best_label, torch.zeros_like(best_label))

@@ -25,4 +25,9 @@ def normalised_entropy(probabilities: Tensor) -> Tensor:
 def softmax_prediction(logits: Tensor) -> Prediction:
     """Arg-max of the softmax; its uncertainty is the normalised entropy."""
     probabilities = logits.softmax(1)
-    return Prediction(probabilities.max(1).indices.to(torch.uint8), probabilities, normalised_entropy(probabilities))
+    return Prediction(softmax_labels(logits), probabilities, normalised_entropy(probabilities))
+
+
+def softmax_labels(logits: Tensor) -> Tensor:
+    """The labels of `softmax_prediction` alone."""
+    return logits.max(1).indices.to(torch.uint8)

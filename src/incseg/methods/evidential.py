@@ -28,6 +28,7 @@ from incseg.losses.evidential import (
     distill_foreground,
     distill_uncertainty,
     evidential_cross_entropy,
+    evidential_labels,
     foreground_background_weights,
 )
 from incseg.losses.pixelwise import pixelwise
@@ -121,6 +122,14 @@ class Evidential(Method):
             strongest = probabilities[:, 1:].max(1).indices + 1
             labels = torch.where(uncertainty < config.threshold, strongest, torch.zeros_like(strongest))
         return Prediction(labels.to(torch.uint8), probabilities, uncertainty)
+
+    def decide(self, logits: Tensor, increments: Sequence[Increment]) -> Tensor:
+        config = self.config
+        if config.balancing not in ("none", "ratio"):
+            return self.predict(logits, increments).labels
+        threshold = config.threshold if config.decision == "hierarchical" else None
+        sizes = [len(i.classes) for i in increments]
+        return evidential_labels(logits, sizes, config.balancing, config.rectifier, threshold).to(torch.uint8)
 
 
 def _shift(labels: Tensor, skipped: int) -> Tensor:
