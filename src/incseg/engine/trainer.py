@@ -29,7 +29,7 @@ from incseg.files import read_tensors, write_array, write_json, write_tensors
 from incseg.methods.base import Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import load_segmenter, save_segmenter
-from incseg.models.segmenter import Segmenter
+from incseg.models.segmenter import Frozen, Segmenter
 from incseg.protocol import Protocol, Step
 from incseg.types import Batch, Increment, Inputs, Output, UserError
 
@@ -47,6 +47,8 @@ class TrainConfig:
         momentum: of SGD, Nesterov's.
         weight_decay: on all parameters.
         power: of the schedule lr·(1 − iteration/total)^power.
+        frozen_later: what the steps after the first leave as they find it: nothing (the paper); statistics, those of
+            the batch norms, which would follow the step's own images; or head, all but the classifiers.
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
             becomes `crop` and the centre is taken, as in the test.
@@ -65,6 +67,7 @@ class TrainConfig:
     momentum: float = 0.9
     weight_decay: float = 1e-4
     power: float = 0.9
+    frozen_later: Frozen = "nothing"
     crop: int = 512
     scale: tuple[float, float] | None = (0.5, 2.0)
     label_stride: int = 1
@@ -93,11 +96,11 @@ class TrainConfig:
         if self.clip is not None and not self.clip > 0:
             raise UserError(f"train.clip is {self.clip}; it must be above 0, or left out for no limit")
 
-    def for_step(self, index: int) -> tuple[int, float]:
-        """(epochs, learning rate)."""
+    def for_step(self, index: int) -> tuple[int, float, Frozen]:
+        """(epochs, learning rate, what stays as it is)."""
         if index == 0:
-            return self.epochs, self.lr
-        return self.epochs_later or self.epochs, self.lr_later
+            return self.epochs, self.lr, "nothing"
+        return self.epochs_later or self.epochs, self.lr_later, self.frozen_later
 
 
 @dataclass
@@ -183,6 +186,7 @@ class Trainer:
         teacher = self.model.frozen_copy() if step.index else None
         self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index])))
         self.model.to(self.runtime.device).train()
+        self.model.freeze(self.train.for_step(step.index)[2])
         context = StepContext(
             step, self.model, teacher, lambda: self._plain_batches(step), self.runtime.mean, self._inputs
         )
@@ -196,7 +200,7 @@ class Trainer:
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
         """Train the step, or the rest of it; Ctrl-C saves it first."""
-        epochs, base_lr = self.train.for_step(step.index)
+        epochs, base_lr, _ = self.train.for_step(step.index)
         wrapped = self.runtime.wrap(self.model)
         optimizer = torch.optim.SGD(
             [p for p in self.model.parameters() if p.requires_grad],

@@ -48,7 +48,7 @@ class ASPP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, h, w) → (B, width, h, w)."""
-        if self.training and x.shape[0] == 1 and isinstance(self.pool_norm, nn.BatchNorm2d):
+        if x.shape[0] == 1 and isinstance(self.pool_norm, nn.BatchNorm2d) and self.pool_norm.training:
             raise UserError(
                 "batch norm cannot train on a batch of one image: the pooled branch has one value each; "
                 "use a batch of two or more, or norm 'group'"

@@ -19,6 +19,8 @@ from incseg.types import Increment, Inputs, Output, UserError
 CLASSIFIER_STD = 0.01
 """Small weights and zero bias: a new class starts undecided (PAPER.md section 2)."""
 
+Frozen = Literal["nothing", "statistics", "head"]
+
 
 @dataclass
 class ModelConfig:
@@ -98,6 +100,19 @@ class Segmenter(nn.Module):
         if self.config.freeze_backbone:
             self.backbone.eval()
         return self
+
+    def freeze(self, part: Frozen) -> None:
+        """Leave a part as it is in the training that follows, to be said again after every call of `train`.
+
+        statistics: of every batch norm. head: all but the classifiers, its batch norms with it.
+        """
+        for name, module in self.named_children():
+            if part == "head" and name != "classifiers":
+                module.eval().requires_grad_(False)
+        if part == "statistics":
+            for module in self.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
 
     def encode(self, images: Tensor) -> tuple[Tensor, ...]:
         """The backbone's stages; without gradient where it is frozen."""

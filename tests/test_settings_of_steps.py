@@ -1,0 +1,65 @@
+"""What a run does beside the protocol: parts that later steps leave alone, images held out for choosing settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import evaluated_again, quiet, rows_of, small_config
+
+from incseg.engine.rundir import RunDir
+from incseg.experiment import Setup, train
+from incseg.files import read_tensors
+from incseg.methods import build_method
+from incseg.types import UserError
+
+
+def changed(folder: Path, frozen: str) -> set[str]:
+    """The tensors that step 1 moved."""
+    train(small_config(folder, train={"frozen_later": frozen, "epochs": 1}), quiet)
+    before, _ = read_tensors(RunDir(folder).model(0))
+    after, _ = read_tensors(RunDir(folder).model(1))
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+def test_later_steps_leave_alone_what_is_frozen(tmp_path: Path) -> None:
+    everything = changed(tmp_path / "nothing", "nothing")
+    statistics = {name for name in everything if "running_" in name or "num_batches" in name}
+    assert any(name.startswith("aspp") for name in statistics)
+    assert changed(tmp_path / "statistics", "statistics") == everything - statistics
+    assert changed(tmp_path / "head", "head") == {name for name in everything if name.startswith("classifiers")}
+
+
+def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", data={"holdout": 4})
+    setup = Setup.of(config, build_method(config.method), quiet())
+    assert setup.test_images == tuple(range(2, 32, 4))
+    assert not set(setup.test_images) & {image for step in setup.train_images for image in step}
+    whole = Setup.of(small_config(tmp_path / "run"), build_method(config.method), quiet())
+    for some, images in zip(setup.train_images, whole.train_images, strict=True):
+        assert set(images) - set(some) <= set(setup.test_images)
+    assert any("held-out" in note for note in setup.notes)
+    train(config, quiet)
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["test_images"] <= 8
+    assert evaluated_again(tmp_path / "run", 2) == rows[2]
+
+
+def test_held_out_features_come_from_the_same_store(tmp_path: Path) -> None:
+    """One folder, one lock: training and test images of a run lie in one store."""
+    frozen = {"freeze_backbone": True}
+    config = small_config(tmp_path / "kept", data={"holdout": 4}, model=frozen, train={"scale": None})
+    train(config, quiet)
+    pixels = small_config(tmp_path / "pixels", data={"holdout": 4, "cache": "off"}, model=frozen, train={"scale": None})
+    train(pixels, quiet)
+    kept, plain = rows_of(tmp_path / "kept")[-1], rows_of(tmp_path / "pixels")[-1]
+    assert kept["test_images"] == plain["test_images"]
+    assert kept["all"] == pytest.approx(plain["all"], abs=3)
+
+
+@pytest.mark.parametrize("every", [0, 1, -3, 33])
+def test_a_holdout_that_leaves_nothing_is_refused(tmp_path: Path, every: int) -> None:
+    config = small_config(tmp_path / "run", data={"holdout": every})
+    with pytest.raises(UserError, match=r"data\.holdout is"):
+        Setup.of(config, build_method(config.method), quiet())
