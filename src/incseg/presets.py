@@ -42,6 +42,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "eval": {"size": 224, "batch_size": 16},
         "for_method": {"evidential": {"train": {"lr": 0.15}}},
     },
+    # The same network with the backbone training too, for a small GPU or a patient machine.
+    "voc-laptop-full": {
+        "task": "15-1",
+        "reuse": True,
+        "model": {
+            "backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "stages": [2, 3], "width": 96,
+            "dilations": [1, 3, 6],
+        },
+        "train": {
+            "epochs": 12, "batch_size": 16, "lr": 0.02, "lr_later": 0.002, "crop": 224, "scale": [0.5, 1.0],
+            "label_stride": 4,
+        },
+        "eval": {"size": 224, "batch_size": 16},
+        "for_method": {"evidential": {"train": {"lr": 0.06}}},
+    },
     # The embedded dataset in minutes on two cores.
     "shapes": {
         "task": "6-2",

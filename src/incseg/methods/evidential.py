@@ -32,7 +32,8 @@ from incseg.losses.evidential import (
     foreground_background_weights,
 )
 from incseg.losses.pixelwise import pixelwise
-from incseg.methods.base import Method
+from incseg.methods.base import Method, StepContext
+from incseg.methods.calibration import calibrate
 from incseg.protocol import Step
 from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction
 
@@ -40,7 +41,7 @@ from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Predictio
 class Evidential(Method):
     background_output = False
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
-    later_options = frozenset({"scope", "lambda_kd", "kd_reduction"})
+    later_options = frozenset({"scope", "lambda_kd", "kd_reduction", "calibrate"})
 
     @dataclass
     class Config:
@@ -52,6 +53,8 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
+            calibrate: after a later step, move the thresholds of its classes to where they serve best if its classes
+                are as rare as the steps' numbers of images say; see methods/calibration.py.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
             max_weight: limit of that weight.
@@ -66,6 +69,7 @@ class Evidential(Method):
         lambda_new: float = 1.0
         lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
         kd_reduction: Literal["mean", "sum"] = "mean"
+        calibrate: bool = False
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
         balancing: Balancing = "ratio"
@@ -97,6 +101,10 @@ class Evidential(Method):
             return terms
 
         return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distills else None)
+
+    def end_step(self, context: StepContext) -> None:
+        if self.config.calibrate and context.step.index:
+            calibrate(context, self.config.rectifier)
 
     def _pixel_scales(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What a foreground and a background pixel of L_new count: λ over the pixels, times their weight."""
