@@ -80,10 +80,10 @@ def test_the_new_bias_puts_the_best_threshold_where_the_class_decides(context: S
     with torch.no_grad():
         ((others, own),) = score_histograms(model, context.batches(), 2)
     calibrate(context, "exp_sigmoid")
-    after = [classifier.get_parameter("bias") for classifier in model.classifiers]
+    after = [classifier.get_parameter("bias").detach() for classifier in model.classifiers]
     assert torch.equal(before[0], after[0]), "what was learnt before stays"
     shift = natural_threshold(1, "exp_sigmoid") - best_threshold(others, own, 10.0)
-    assert float(after[1] - before[1]) == pytest.approx(shift, abs=1e-5)
+    assert (after[1] - before[1]).item() == pytest.approx(shift, abs=1e-5)
 
 
 def test_a_calibrated_run_shares_its_base_and_differs_after_it(tmp_path: Path) -> None:

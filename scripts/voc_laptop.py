@@ -1,0 +1,139 @@
+"""The study of real VOC on a laptop: every run of results/voc-laptop, in the order of their worth.
+
+Runs that are finished are passed over, interrupted ones go on, and a base step is trained once: a run waits for the
+first that trains the base it shares. Two at a time with one thread each by default, which on two cores that others
+use too is faster than one with two. `make results` writes the tables from the run folders, at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SEEDS = (42, 1337, 2001)
+BALANCINGS = ("none", "paper", "exact", "odds")  # beside ratio, the default
+
+
+@dataclass(frozen=True)
+class Run:
+    """One `incseg train`; `base` names what step 0 depends on."""
+
+    name: str
+    base: str
+    options: tuple[str, ...]
+
+
+def run(task: str, setting: str = "overlapped", method: str = "evidential", seed: int = 42) -> Run:
+    classes = "all" if "joint" in (setting, method) else task.split("-", maxsplit=1)[0]
+    family = "evidential" if method == "evidential" else "softmax"
+    return Run(
+        f"{task}-{setting}-{method}-s{seed}",
+        f"{family} {classes} {setting} {seed}",
+        ("--task", task, "--setting", setting, "--method", method, "--seed", str(seed)),
+    )
+
+
+def ablation(task: str, option: str, value: str, new_base: bool = False) -> Run:
+    plain = run(task)
+    return Run(
+        f"ablations/{task}-{option.split('.')[-1]}-{value}",
+        f"{plain.base} {option} {value}" if new_base else plain.base,
+        (*plain.options, f"--{option}", value),
+    )
+
+
+def study() -> Iterator[Run]:
+    for seed in SEEDS:
+        for task in ("15-5", "15-1"):
+            yield run(task, seed=seed)
+        if seed == SEEDS[0]:
+            yield run("10-1")
+            yield from (run(task, method="finetune") for task in ("15-5", "15-1", "10-1"))
+            yield run("15-1", method="joint")
+            yield run("15-1", "joint")
+            yield from (run(task, "disjoint") for task in ("15-5", "15-1", "10-1"))
+    for task in ("15-1", "15-5", "10-1"):
+        yield ablation(task, "method.calibrate", "true")
+        yield ablation(task, "train.frozen_later", "nothing")
+    for task in ("15-1", "15-5"):
+        yield ablation(task, "method.scope", "seen")
+        yield ablation(task, "method.kd_reduction", "sum")
+        yield from (ablation(task, "method.lambda_kd", value) for value in ("1", "100"))
+        yield ablation(task, "train.frozen_later", "head")
+    yield from (ablation("15-5", "method.rectifier", value, new_base=True) for value in ("relu", "exp"))
+    yield from (run(task, "disjoint", "finetune") for task in ("15-5", "15-1"))
+    for seed in SEEDS[1:]:
+        yield run("15-1", method="joint", seed=seed)
+        yield run("15-1", "joint", seed=seed)
+
+
+class Queue:
+    """Which run is next; shared by the workers."""
+
+    def __init__(self, runs: list[Run], out: Path) -> None:
+        self.waiting, self.out = runs, out
+        self.first_of = {r.base: r for r in reversed(runs)}
+        self.changed = threading.Condition()
+
+    def take(self) -> Run | None:
+        with self.changed:
+            while self.waiting:
+                for candidate in self.waiting:
+                    if self._has_base(candidate):
+                        self.waiting.remove(candidate)
+                        return candidate
+                self.changed.wait(timeout=5)
+        return None
+
+    def _has_base(self, candidate: Run) -> bool:
+        first = self.first_of[candidate.base]
+        return candidate is first or (self.out / first.name / "steps" / "0" / "row.json").exists()
+
+
+def work(queue: Queue, root: str, threads: int) -> None:
+    while (job := queue.take()) is not None:
+        folder = queue.out / job.name
+        if (folder / "results.json").exists():
+            continue
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = ["train", "--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
+        log = folder.parent / f"{folder.name}.log"
+        with log.open("w") as stream:
+            code = subprocess.call(
+                [sys.executable, "-m", "incseg", *command, *job.options, "--out", str(folder)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
+        print(f"{job.name}: {'done' if code == 0 else f'failed ({code}), see {log}'}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", required=True, help="VOC2012 or the VOCdevkit around it")
+    parser.add_argument("--out", type=Path, default=Path("runs/voc-laptop"))
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=1, help="of each run")
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--list", action="store_true", help="print the runs and end")
+    args = parser.parse_args()
+    runs = [r for r in study() if args.only in r.name]
+    if args.list:
+        print("\n".join(f"{r.name}  ({r.base})" for r in runs))
+        return
+    queue = Queue(runs, args.out)
+    workers = [threading.Thread(target=work, args=(queue, args.root, args.threads)) for _ in range(args.workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+if __name__ == "__main__":
+    main()
