@@ -89,8 +89,8 @@ def main() -> None:
         f"| ratio | {statistics.median(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} |",
         "",
         f"{ROUNDS} rounds of {UPDATES} updates of {config.train.batch_size} images in turn, {args.threads} threads, "
-        "base step of 15-1 overlapped. `cache` reads, converts and relabels by the run's own feed; `arithmetic` has its "
-        "batches in memory.",
+        "base step of 15-1 overlapped. `cache` reads, converts and relabels by the run's own feed; `arithmetic` has "
+        "its batches in memory.",
         "",
         "Command: `python scripts/cache_speed.py --root VOC2012`",
         "",
