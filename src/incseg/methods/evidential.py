@@ -41,7 +41,7 @@ from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Predictio
 class Evidential(Method):
     background_output = False
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
-    later_options = frozenset({"scope", "lambda_kd", "kd_reduction", "calibrate"})
+    later_options = frozenset({"scope", "lambda_kd", "kd_reduction", "reject", "calibrate"})
 
     @dataclass
     class Config:
@@ -53,6 +53,8 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
+            reject: at pixels labelled as a new class, teach the old classes that it is none of them, instead of what
+                the teacher, who did not know it, took it for.
             calibrate: after a later step, move the thresholds of its classes to where they serve best if its classes
                 are as rare as the steps' numbers of images say; see methods/calibration.py.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
@@ -69,6 +71,7 @@ class Evidential(Method):
         lambda_new: float = 1.0
         lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
         kd_reduction: Literal["mean", "sum"] = "mean"
+        reject: bool = False
         calibrate: bool = False
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
@@ -96,8 +99,13 @@ class Evidential(Method):
             if teacher_logits is not None:
                 student = dirichlet(logits[:, :num_old], config.rectifier)
                 old = dirichlet(teacher_logits, config.rectifier)
-                terms["kd_fg"] = distill_foreground(student, old).sum() * (kd_scale / fg_divisor)
-                terms["kd_u"] = distill_uncertainty(student, old).sum() * kd_scale
+                foreground, uncertainty = distill_foreground(student, old), distill_uncertainty(student, old)
+                if config.reject:
+                    is_new = (labels > num_old) & (labels != IGNORE)
+                    foreground = torch.where(is_new, 0.0, foreground)
+                    uncertainty = torch.where(is_new, -student.log_uncertainty, uncertainty)
+                terms["kd_fg"] = foreground.sum() * (kd_scale / fg_divisor)
+                terms["kd_u"] = uncertainty.sum() * kd_scale
             return terms
 
         return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distills else None)
