@@ -94,6 +94,9 @@ def naive_losses(
         if old_pixels is not None:
             u, p = dirichlet(z[:num_old])
             old_u, old_p = dirichlet(old_pixels[index])
+            if config.reject and num_old < label < IGNORE:
+                kd_u -= math.log(u)
+                continue
             kd_fg -= sum(q * math.log(s) for q, s in zip(old_p, p, strict=True))
             kd_u -= old_u * math.log(u) + (1 - old_u) * math.log(1 - u)
     terms = {"new": config.lambda_new * new / num_valid}
@@ -113,6 +116,7 @@ def naive_losses(
         {"foreground_weight": True},
         {"foreground_weight": True, "max_weight": 1.5, "scope": "seen"},
         {"lambda_new": 0.3, "lambda_kd": 2.0},
+        {"reject": True},
         {"rectifier": "exp"},
         {"rectifier": "softplus"},
     ],
@@ -178,6 +182,15 @@ def test_distillation_is_content_with_the_teachers_own_scores() -> None:
     for name in ("kd_fg", "kd_u"):
         term = method().losses(batch, out, teacher, SECOND)[name]
         assert torch.allclose(gradient({name: term}, out), torch.zeros_like(out.logits), atol=1e-12)
+
+
+def test_rejecting_asks_nothing_else_where_nothing_is_new() -> None:
+    batch, out, teacher = example()
+    labels = torch.where(batch.labels == IGNORE, batch.labels, torch.zeros_like(batch.labels))
+    plain, rejecting = (
+        values(method(reject=reject).losses(make_batch(labels), out, teacher, SECOND)) for reject in (False, True)
+    )
+    assert plain == rejecting
 
 
 def test_old_scores_are_distilled_on_void_too() -> None:
