@@ -53,8 +53,8 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
-            reject: at pixels labelled as a new class, teach the old classes that it is none of them, instead of what
-                the teacher, who did not know it, took it for.
+            reject: at pixels labelled as a new class, teach the old classes with this weight that it is none of them,
+                instead of what the teacher, who did not know it, took it for; empty distils there as everywhere.
             calibrate: after a later step, move the thresholds of its classes to where they serve best if its classes
                 are as rare as the steps' numbers of images say; see methods/calibration.py.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
@@ -71,7 +71,7 @@ class Evidential(Method):
         lambda_new: float = 1.0
         lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
         kd_reduction: Literal["mean", "sum"] = "mean"
-        reject: bool = False
+        reject: float | None = None
         calibrate: bool = False
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
@@ -100,10 +100,11 @@ class Evidential(Method):
                 student = dirichlet(logits[:, :num_old], config.rectifier)
                 old = dirichlet(teacher_logits, config.rectifier)
                 foreground, uncertainty = distill_foreground(student, old), distill_uncertainty(student, old)
-                if config.reject:
+                if config.reject is not None:
                     is_new = (labels > num_old) & (labels != IGNORE)
                     foreground = torch.where(is_new, 0.0, foreground)
-                    uncertainty = torch.where(is_new, -student.log_uncertainty, uncertainty)
+                    uncertainty = torch.where(is_new, 0.0, uncertainty)
+                    terms["reject"] = -(student.log_uncertainty * is_new).sum() * (config.reject / batch.valid_pixels)
                 terms["kd_fg"] = foreground.sum() * (kd_scale / fg_divisor)
                 terms["kd_u"] = uncertainty.sum() * kd_scale
             return terms
