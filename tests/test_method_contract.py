@@ -68,6 +68,7 @@ class Tempered(Method):
 INFO = DatasetInfo("toy", ("ant", "bee", "cow", "doe"))
 TASK = "ant,bee/cow/doe"  # two classes, then one, then one
 SIZE = 24
+DISTILS_NEW_OUTPUTS = ("mib", "plop")  # background or new is what the teacher calls background, at void pixels too
 
 
 def steps_of(name: str) -> tuple[Step, ...]:
@@ -94,17 +95,18 @@ class Scene:
 
     def __init__(self, name: str, index: int) -> None:
         torch.manual_seed(0)
+        self.name = name
         self.method = build_method({"name": name})
-        self.step = steps_of(name)[index]
         config = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1), norm="group")
         self.model = Segmenter(config, self.method.background_output)
         self.teacher: Segmenter | None = None
         for step in steps_of(name)[: index + 1]:
+            self.step = step
+            self.new = [len(step.old) + number for number in range(1, len(step.new) + 1)]
             self.teacher = self.model.frozen_copy() if step.index else None
             self.model.grow(Increment(step.names, step.new, 10 + step.index))
             torch.nn.init.normal_(self.model.classifiers[-1].get_parameter("weight"), std=0.3)
             self.method.begin_step(StepContext(step, self.model, self.teacher, lambda: iter([self.mixed()])))
-        self.new = [len(self.step.old) + number for number in range(1, len(self.step.new) + 1)]
 
     def batch(self, labels: Tensor) -> Batch:
         images = torch.randn(len(labels), 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
@@ -187,7 +189,10 @@ def test_a_batch_of_void_teaches_no_class(scene: Scene) -> None:
     scene.backward(losses)
     newest = scene.model.classifiers[-1].get_parameter("weight").grad
     assert newest is not None
-    assert (newest == 0).all()
+    if scene.name in DISTILS_NEW_OUTPUTS and scene.teacher is not None:
+        assert losses["ce"].item() == 0
+    else:
+        assert (newest == 0).all()
 
 
 def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene) -> None:

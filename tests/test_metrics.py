@@ -12,7 +12,7 @@ from torch import Tensor
 
 from incseg.metrics.confusion import confusion_counts, iou, pixel_accuracy
 from incseg.metrics.continual import mean, plop_average, summary
-from incseg.metrics.uncertainty import BINS, ranking, score_counts
+from incseg.metrics.uncertainty import BINS, grouped_score_counts, median_scores, ranking, score_counts
 from incseg.types import IGNORE, UNSEEN
 
 # ---------------------------------------------------------------------------------------------- confusion
@@ -242,3 +242,25 @@ def test_score_counts_add_up(split: int, seed: int) -> None:
     counts = score_counts(scores)
     assert counts.shape == (BINS,)
     assert torch.equal(score_counts(scores[:split]) + score_counts(scores[split:]), counts)
+
+
+def test_grouped_counts_are_those_of_each_group() -> None:
+    scores = logistic(-2, 3, 500, 0).view(10, 50)
+    groups = torch.randint(0, 3, (10, 50), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    counts = grouped_score_counts(scores, groups, 4)
+    assert counts.shape == (4, BINS)
+    for group in range(4):
+        assert torch.equal(counts[group], score_counts(scores[groups == group]))
+    assert not counts[3].any()
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 1001])
+def test_medians_are_exact_to_a_bin(number: int) -> None:
+    """A fiftieth of a nat; of an even number, the lower of the two in the middle."""
+    sides = [logistic(-6, 2, number, 0), logistic(1, 2, number, 1)]
+    counts = torch.stack([score_counts(side) for side in sides] + [torch.zeros(BINS, dtype=torch.int64)])
+    medians = median_scores(counts)
+    for side, median in zip(sides, medians, strict=False):
+        middle = float(torch.quantile(side, 0.5, interpolation="lower"))
+        assert float(torch.logit(median) - math.log(middle / (1 - middle))) == pytest.approx(0, abs=0.0101)
+    assert float(medians[2]) == 0

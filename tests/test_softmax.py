@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from incseg.losses.softmax import cross_entropy_sum, normalised_entropy, softmax_prediction
+from incseg.losses.softmax import cross_entropy_per_image, cross_entropy_sum, normalised_entropy, softmax_prediction
 from incseg.types import IGNORE
 
 
@@ -30,6 +30,14 @@ def test_cross_entropy_by_hand() -> None:
             total -= math.log(weights[label] / sum(weights))
     assert bool((labels == IGNORE).any())
     assert float(cross_entropy_sum(logits, labels)) == pytest.approx(total)
+
+
+def test_images_make_up_the_sum() -> None:
+    logits, labels = example()
+    costs = cross_entropy_per_image(logits, labels)
+    assert costs.shape == (2,)
+    for image in range(2):
+        torch.testing.assert_close(costs[image], cross_entropy_sum(logits[image, None], labels[image, None]))
 
 
 def test_void_alone_costs_nothing() -> None:

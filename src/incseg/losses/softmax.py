@@ -16,6 +16,11 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE, reduction="sum")
 
 
+def cross_entropy_per_image(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B,) Σ −log softmax(z)_y over each image's pixels that are not ignored: the parts of `cross_entropy_sum`."""
+    return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE, reduction="none").flatten(1).sum(1)
+
+
 def normalised_entropy(probabilities: Tensor) -> Tensor:
     """(B, C, …) → (B, …) entropy over classes as a share of its maximum log C, in [0, 1]."""
     entropy = -torch.xlogy(probabilities, probabilities).sum(1)

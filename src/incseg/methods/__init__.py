@@ -9,7 +9,12 @@ from typing import Any
 from incseg.methods.base import Method
 from incseg.methods.evidential import Evidential
 from incseg.methods.finetune import Finetune
+from incseg.methods.ilt import ILT
 from incseg.methods.joint import Joint
+from incseg.methods.lwf import LwF
+from incseg.methods.lwf_mc import LwFMC
+from incseg.methods.mib import MiB
+from incseg.methods.plop import PLOP
 from incseg.names import unknown
 from incseg.types import UserError
 
@@ -17,6 +22,11 @@ METHODS: dict[str, type[Method]] = {
     "evidential": Evidential,
     "finetune": Finetune,
     "joint": Joint,
+    "lwf": LwF,
+    "lwf_mc": LwFMC,
+    "ilt": ILT,
+    "mib": MiB,
+    "plop": PLOP,
 }
 
 

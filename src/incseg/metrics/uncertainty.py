@@ -15,9 +15,27 @@ BINS = 2000
 
 def score_counts(scores: Tensor) -> Tensor:
     """(BINS,) int64 histogram of scores in [0, 1]; a higher bin is a higher score."""
+    return torch.bincount(_bins(scores), minlength=BINS)
+
+
+def grouped_score_counts(scores: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """(num_groups, BINS) int64: the `score_counts` of each group; `groups` (same shape) says which a score is in."""
+    flat = groups.flatten().long() * BINS + _bins(scores)
+    return torch.bincount(flat, minlength=num_groups * BINS).view(num_groups, BINS)
+
+
+def median_scores(counts: Tensor) -> Tensor:
+    """(groups, BINS) → (groups,) median of each, to the middle of its bin; 0 where a group has no score."""
+    reached = counts.cumsum(1)
+    total = reached[:, -1]
+    below = (reached * 2 < total.unsqueeze(1)).sum(1)
+    odds = (below + 0.5) * (2 * _LIMIT / BINS) - _LIMIT
+    return torch.where(total > 0, odds.sigmoid(), 0)
+
+
+def _bins(scores: Tensor) -> Tensor:
     odds = torch.logit(scores.detach().flatten().double(), eps=1e-9)
-    bins = ((odds + _LIMIT) * (BINS / (2 * _LIMIT))).long().clamp_(0, BINS - 1)
-    return torch.bincount(bins, minlength=BINS)
+    return ((odds + _LIMIT) * (BINS / (2 * _LIMIT))).long().clamp_(0, BINS - 1)
 
 
 def ranking(positive: Tensor, negative: Tensor) -> dict[str, float] | None:

@@ -1,0 +1,68 @@
+"""ILT (Michieli, Zanuttigh, 2019): LwF, and the encoder's features stay the teacher's too.
+
+The first work on steps in segmentation: what the classifiers read must not drift, so the deep features of student and
+teacher are compared directly, beside the outputs.
+
+Training is `CE + λ_KD·KD + λ_F·MSE`: `cross_entropy_sum`, `output_distillation_sum` as in LwF, `feature_distillation`
+on the backbone's last stage; weights 100 and 100 of MiB's comparison. Where the backbone is frozen its stages cannot
+differ (with kept features they are not even there): then on the embedding, which the classifiers read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from incseg.losses.distillation import feature_distillation, output_distillation_sum
+from incseg.losses.pixelwise import pixelwise
+from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.methods.base import CROSS_ENTROPY, Method
+from incseg.protocol import Step
+from incseg.types import Batch, Increment, Output, Prediction
+
+
+class ILT(Method):
+    background_output = True
+    first_step = CROSS_ENTROPY
+
+    @dataclass
+    class Config:
+        """Options of ILT.
+
+        Args:
+            lambda_kd: weight of the distillation of outputs.
+            lambda_features: weight of the distillation of features; 0 is LwF, both 0 fine-tuning.
+        """
+
+        lambda_kd: float = 100.0  # MiB's comparison
+        lambda_features: float = 100.0  # MiB's comparison
+
+    config: Config
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        config = self.config
+        kd_scale = config.lambda_kd / batch.counts.sum()
+
+        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
+            terms = {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
+            if teacher_logits is not None:
+                terms["kd"] = output_distillation_sum(logits, teacher_logits) * kd_scale
+            return terms
+
+        distils = teacher is not None and config.lambda_kd > 0
+        terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distils else None)
+        if teacher is not None and config.lambda_features > 0:
+            terms["features"] = config.lambda_features * feature_distillation(*_deepest_trained(out, teacher))
+        return terms
+
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        return softmax_prediction(logits)
+
+
+def _deepest_trained(out: Output, teacher: Output) -> tuple[Tensor, Tensor]:
+    """The backbone's last stage of both, or their embeddings where it is not trained."""
+    if out.stages and out.stages[-1].requires_grad:
+        return out.stages[-1], teacher.stages[-1]
+    return out.embedding, teacher.embedding

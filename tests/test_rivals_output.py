@@ -1,0 +1,482 @@
+"""LwF, LwF-MC, ILT, MiB and PLOP: whole losses by direct formulas, limits in which one is another, steps, resuming."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from small_runs import assert_same_run, quiet, rows_of, small_config
+from torch import Tensor
+
+from incseg.engine.progress import Screen
+from incseg.engine.rundir import RunDir
+from incseg.experiment import train
+from incseg.files import read_tensors
+from incseg.losses.background import background_cross_entropy, background_distillation, fold_new_into_background
+from incseg.losses.distillation import local_pod
+from incseg.methods import plop as plop_module
+from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
+from incseg.methods.finetune import Finetune
+from incseg.methods.ilt import ILT
+from incseg.methods.lwf import LwF
+from incseg.methods.lwf_mc import LwFMC
+from incseg.methods.mib import MiB
+from incseg.methods.plop import PLOP, entropy_thresholds, pseudo_labels
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.protocol import Protocol, Step
+from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output
+
+PROTOCOL = Protocol(DatasetInfo("toy", ("ant", "bee", "cat", "dog")), [["ant", "bee"], ["cat", "dog"]], "overlapped")
+FIRST, SECOND = PROTOCOL.steps
+HEIGHT, WIDTH = 7, 9
+
+
+def make_batch(labels: Tensor) -> Batch:
+    counts = torch.bincount(labels.flatten(), minlength=256).double()
+    return Batch(torch.zeros(len(labels), 3, *labels.shape[1:]), labels, counts)
+
+
+def example(step: Step = SECOND) -> tuple[Batch, Output, Output | None]:
+    """Labels of background, the step's classes and void; outputs with gradient, all in float64."""
+    generator = torch.Generator().manual_seed(step.index)
+    first_new = len(step.old) + 1
+    kinds = torch.tensor([0, 0, *range(first_new, first_new + len(step.new)), IGNORE], dtype=torch.uint8)
+    labels = kinds[torch.randint(0, len(kinds), (3, HEIGHT, WIDTH), generator=generator)]
+
+    def random(*shape: int) -> Tensor:
+        return 2 * torch.randn(3, *shape, dtype=torch.float64, generator=generator)
+
+    def output(num_outputs: int) -> Output:
+        return Output(random(num_outputs, 3, 4), random(5, 3, 4), (random(2, 6, 8), random(4, 3, 4)))
+
+    out = output(len(step.seen) + 1)
+    for tensor in (out.logits, out.embedding, *out.stages):
+        tensor.requires_grad_()
+    return make_batch(labels), out, output(len(step.old) + 1) if step.old else None
+
+
+def up(logits: Tensor) -> Tensor:
+    return F.interpolate(logits.detach(), (HEIGHT, WIDTH), mode="bilinear", align_corners=False)
+
+
+def run_losses(method: Method, step: Step = SECOND) -> tuple[dict[str, float], list[Tensor | None]]:
+    """The named losses, and the gradient of their sum at logits, embedding and stages."""
+    batch, out, teacher = example(step)
+    terms = method.losses(batch, out, teacher, step)
+    reached = (out.logits, out.embedding, *out.stages)
+    gradients = torch.autograd.grad(torch.stack(list(terms.values())).sum(), reached, allow_unused=True)
+    return {name: float(value.detach()) for name, value in terms.items()}, list(gradients)
+
+
+def mean_over(valid: Tensor, costs: Tensor) -> float:
+    return float(costs[valid].sum() / valid.sum())
+
+
+def cross_entropy(step: Step = SECOND) -> float:
+    batch, out, _ = example(step)
+    valid = batch.labels != IGNORE
+    picked = up(out.logits).softmax(1).gather(1, torch.where(valid, batch.labels.long(), 0).unsqueeze(1)).squeeze(1)
+    return mean_over(valid, -picked.log())
+
+
+def output_kd() -> float:
+    _, out, teacher = example()
+    assert teacher is not None
+    student, old = up(out.logits)[:, :3].softmax(1), up(teacher.logits).softmax(1)
+    return float(-(old * student.log()).sum(1).mean() / 3)
+
+
+# --- whole losses --------------------------------------------------------------------------------------------
+
+
+def test_lwf_is_its_formula() -> None:
+    terms, _ = run_losses(LwF())
+    assert terms == pytest.approx({"ce": cross_entropy(), "kd": 100 * output_kd()}, rel=1e-10)
+
+
+def test_ilt_is_its_formula() -> None:
+    _, out, teacher = example()
+    assert teacher is not None
+    mse = float((out.stages[-1].detach() - teacher.stages[-1]).square().mean())
+    terms, _ = run_losses(ILT())
+    assert terms == pytest.approx({"ce": cross_entropy(), "kd": 100 * output_kd(), "features": 100 * mse}, rel=1e-10)
+
+
+def test_lwf_mc_is_its_formula() -> None:
+    """Σ_c BCE(z_c, 1[y = c]) + 10·|O|·mean BCE(z[O], σ(z_old))."""
+    batch, out, teacher = example()
+    assert teacher is not None
+    on, old = up(out.logits).sigmoid(), up(teacher.logits).sigmoid()
+    own = torch.stack([batch.labels == label for label in range(5)], dim=1)
+    bce = -torch.where(own, on.log(), (1 - on).log()).sum(1)
+    kd = -(old * on[:, :3].log() + (1 - old) * (1 - on[:, :3]).log()).mean()
+    terms, _ = run_losses(LwFMC())
+    expected = {"bce": mean_over(batch.labels != IGNORE, bce), "kd": float(10 * 3 * kd)}
+    assert terms == pytest.approx(expected, rel=1e-10)
+
+
+def test_mib_is_its_formula() -> None:
+    batch, out, teacher = example()
+    assert teacher is not None
+    logits = up(out.logits)
+    expected = {
+        "ce": float(background_cross_entropy(logits, batch.labels, 3)),
+        "kd": 7 * float(background_distillation(logits, up(teacher.logits))),
+    }
+    terms, _ = run_losses(MiB(MiB.Config(lambda_kd=7)))
+    assert terms == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_teacher_matters_to_old_and_new_as_each_method_says() -> None:
+    """LwF leaves the new outputs to the labels; MiB lets what the teacher called background go to them."""
+    plain = run_losses(LwF(LwF.Config(lambda_kd=0)))[1][0]
+    kept = run_losses(LwF())[1][0]
+    assert plain is not None
+    assert kept is not None
+    torch.testing.assert_close(kept[:, 3:], plain[:, 3:])
+    assert not torch.allclose(kept[:, :3], plain[:, :3])
+    apart = [run_losses(MiB(MiB.Config(lambda_kd=weight)))[1][0] for weight in (0, 10)]
+    assert not torch.allclose(apart[0][:, 3:], apart[1][:, 3:])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "step"),
+    [
+        (LwF(LwF.Config(lambda_kd=0)), Finetune(), SECOND),
+        (ILT(ILT.Config(lambda_kd=0, lambda_features=0)), Finetune(), SECOND),
+        (ILT(ILT.Config(lambda_kd=30, lambda_features=0)), LwF(LwF.Config(lambda_kd=30)), SECOND),
+        (LwF(), Finetune(), FIRST),
+        (ILT(), Finetune(), FIRST),
+        (MiB(), Finetune(), FIRST),
+        (PLOP(), Finetune(), FIRST),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Method) else str(value.index),
+)
+def test_one_method_is_the_other(one: Method, other: Method, step: Step) -> None:
+    """At weight zero, and in step 0, which these methods share."""
+    (terms, gradients), (same_terms, same_gradients) = run_losses(one, step), run_losses(other, step)
+    assert terms == pytest.approx(same_terms, rel=1e-12)
+    for gradient, same in zip(gradients, same_gradients, strict=True):
+        assert (gradient is None) == (same is None)
+        if gradient is not None and same is not None:
+            torch.testing.assert_close(gradient, same, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", [LwF, ILT, MiB, PLOP])
+def test_the_base_of_softmax_methods_is_shared(kind: type[Method]) -> None:
+    assert kind().recipe(0) == Finetune().recipe(0) == {"method": CROSS_ENTROPY}
+    assert kind().recipe(1) != Finetune().recipe(1)
+
+
+def test_the_base_of_sigmoids_is_their_own() -> None:
+    few, many = (LwFMC(LwFMC.Config(lambda_kd=weight)) for weight in (1, 10))
+    assert few.recipe(0) == many.recipe(0) != Finetune().recipe(0)
+    assert few.recipe(1) != many.recipe(1)
+
+
+def without_trained_stages(out: Output, kept: bool) -> Output:
+    return Output(out.logits, out.embedding, () if kept else tuple(stage.detach() for stage in out.stages))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept features", "frozen"])
+def test_features_of_a_frozen_backbone_are_those_of_the_head(kept: bool) -> None:
+    batch, out, teacher = example()
+    assert teacher is not None
+    frozen, old = without_trained_stages(out, kept), without_trained_stages(teacher, kept)
+    ilt = ILT().losses(batch, frozen, old, SECOND)["features"]
+    torch.testing.assert_close(ilt, 100 * (out.embedding - teacher.embedding).square().mean())
+    pod = plop_with([1.0, 1.0, 1.0]).losses(batch, frozen, old, SECOND)["pod"]
+    torch.testing.assert_close(pod, 0.01 * math.sqrt(2) * local_pod([out.embedding], [teacher.embedding]))
+
+
+# --- models --------------------------------------------------------------------------------------------------
+
+
+def grown(method: Method) -> tuple[Segmenter, StepContext]:
+    """A model that learnt the first step and has grown for the second, before `begin_step`."""
+    torch.manual_seed(0)
+    model = Segmenter(ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 1, 1), norm="group"), True)
+    model.grow(Increment(FIRST.names, FIRST.new))
+    torch.nn.init.normal_(model.classifiers[0].get_parameter("weight"))
+    method.begin_step(StepContext(FIRST, model, None, lambda: iter([])))
+    teacher = model.frozen_copy()
+    model.grow(Increment(SECOND.names, SECOND.new))
+    labels = torch.randint(0, 2, (2, 24, 24), generator=torch.Generator().manual_seed(1), dtype=torch.uint8) * 3
+    batch = make_batch(labels)
+    batch.inputs = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(2))
+    return model, StepContext(SECOND, model, teacher, lambda: iter([batch]))
+
+
+@pytest.mark.parametrize("method", [MiB(), PLOP()], ids=["mib", "plop"])
+def test_new_classes_start_as_shares_of_background(method: Method) -> None:
+    model, context = grown(method)
+    method.begin_step(context)
+    image = torch.randn(1, 3, 24, 24)
+    assert context.teacher is not None
+    with torch.no_grad():
+        before, after = context.teacher(image).logits.softmax(1), model(image).logits.softmax(1)
+    torch.testing.assert_close(after[:, 1:3], before[:, 1:3])
+    torch.testing.assert_close(after[:, [0, 3, 4]], before[:, :1].expand(-1, 3, -1, -1) / 3)
+
+
+def test_mib_may_start_with_small_weights() -> None:
+    method = MiB(MiB.Config(start_from_background=False))
+    model, context = grown(method)
+    drawn = {name: value.clone() for name, value in model.state_dict().items()}
+    method.begin_step(context)
+    assert all(torch.equal(value, drawn[name]) for name, value in model.state_dict().items())
+
+
+def trained_steps(tmp_path: Path, method: dict[str, Any], **changes: Any) -> list[dict[str, Tensor]]:
+    """The models of a small run's steps."""
+    config = small_config(tmp_path / "run", method=method, train={"epochs": 1, "weight_decay": 0.1}, **changes)
+    train(config, quiet)
+    return [read_tensors(RunDir(config.folder).model(step))[0] for step in range(3)]
+
+
+def test_a_background_of_one_bias_has_no_weights_in_any_step(tmp_path: Path) -> None:
+    models = trained_steps(tmp_path, {"name": "mib", "background": "bias"})
+    for model in models:
+        weight = model["classifiers.0.weight"]
+        assert not weight[0].any()
+        assert weight[1:].flatten(1).any(1).all()
+    biases = [float(model["classifiers.0.bias"][0]) for model in models]
+    assert len(set(biases)) == 3, "the bias learns"
+    assert all(model["classifiers.1.weight"].flatten(1).any(1).all() for model in models[1:])
+
+
+def test_a_background_of_one_bias_has_a_base_of_its_own() -> None:
+    method = MiB(MiB.Config(background="bias"))
+    assert method.recipe(0) == MiB(MiB.Config(background="bias", lambda_kd=3)).recipe(0) != MiB().recipe(0)
+    assert method.recipe(1) != MiB().recipe(1)
+
+
+def test_frozen_classifiers_stay_to_the_bit(tmp_path: Path) -> None:
+    """Weight decay does not move them either; the newest and the head learn."""
+    first, second, third = trained_steps(tmp_path, {"name": "mib", "freeze_old": True})
+    for old, new in ((first, second), (second, third)):
+        for name in old:
+            if name.startswith("classifiers"):
+                assert torch.equal(old[name], new[name]), name
+        assert not torch.equal(old["aspp.mix.weight"], new["aspp.mix.weight"])
+    newest = third["classifiers.2.weight"]
+    assert not torch.allclose(newest[0], newest[1]), "both started alike"
+
+
+# --- PLOP ----------------------------------------------------------------------------------------------------
+
+
+def plop_with(thresholds: list[float], **options: Any) -> PLOP:
+    method = PLOP(PLOP.Config(**options))
+    method.load_state({"thresholds": torch.tensor(thresholds)})
+    return method
+
+
+def entropy(p: np.ndarray) -> np.ndarray:
+    """(…, C) → share of the largest entropy."""
+    return -(p * np.log(p)).sum(-1) / math.log(p.shape[-1])
+
+
+def test_thresholds_are_medians_to_a_bin() -> None:
+    """Two batches of unequal size against numpy, class by class, over the background pixels alone."""
+    method = PLOP(PLOP.Config(least_threshold=1e-6))
+    _, context = grown(method)
+    assert context.teacher is not None
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for number in (3, 2):
+        labels = torch.randint(0, 3, (number, 24, 20), generator=generator, dtype=torch.uint8)
+        batch = make_batch(torch.where(labels == 2, IGNORE, labels * 3))
+        batch.inputs = torch.randn(number, 3, 24, 20, generator=generator)
+        batches.append(batch)
+    context.batches = lambda: iter(batches)
+    method.begin_step(context)
+    found = method.state()["thresholds"]
+    assert found.dtype == torch.float32
+
+    values: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    for batch in batches:
+        with torch.no_grad():
+            logits = F.interpolate(context.teacher(batch.inputs).logits.double(), (24, 20), mode="bilinear")
+        p = logits.softmax(1).movedim(1, -1).numpy()[(batch.labels == 0).numpy()]
+        for guess, value in zip(p.argmax(-1), entropy(p), strict=True):
+            values[int(guess)].append(value)
+    assert sum(len(value) for value in values.values()) == sum(int((b.labels == 0).sum()) for b in batches)
+    assert len([value for value in values.values() if len(value) > 20]) > 1, "more than one class is predicted"
+    for label, threshold in enumerate(found.tolist()):
+        if values[label]:
+            middle = np.median(values[label])
+            assert math.log(threshold / (1 - threshold)) == pytest.approx(math.log(middle / (1 - middle)), abs=0.03)
+        else:
+            assert threshold == pytest.approx(1e-6)
+
+
+def test_thresholds_have_a_floor() -> None:
+    method = PLOP()
+    _, context = grown(method)
+    assert context.teacher is not None
+    for parameter in context.teacher.classifiers.parameters():
+        parameter.mul_(1000)  # sure of itself everywhere
+    method.begin_step(context)
+    assert float(entropy_thresholds(context.teacher, context.batches()).max()) < 1e-6
+    torch.testing.assert_close(method.state()["thresholds"], torch.full((3,), 0.001))
+
+
+def test_pseudo_labels_are_the_loop() -> None:
+    batch, _, teacher = example()
+    assert teacher is not None
+    thresholds = torch.tensor([0.7, 0.3, 0.9], dtype=torch.float64)
+    labels, shares = pseudo_labels(teacher.logits, batch.labels, thresholds)
+    p = up(teacher.logits).softmax(1).movedim(1, -1).numpy()
+    unsure = entropy(p)
+    seen = set()
+    for b in range(3):
+        filled = background = 0
+        for y in range(HEIGHT):
+            for x in range(WIDTH):
+                given, made = int(batch.labels[b, y, x]), int(labels[b, y, x])
+                if given != 0:
+                    assert made == given
+                    continue
+                guess = int(p[b, y, x].argmax())
+                expected = guess if unsure[b, y, x] < float(thresholds[guess]) else IGNORE
+                assert made == expected
+                seen.add(expected)
+                background += 1
+                filled += expected != IGNORE
+        assert float(shares[b]) == pytest.approx(filled / background)
+    assert seen == {0, 1, 2, IGNORE}
+
+
+def test_pseudo_labels_at_the_ends() -> None:
+    batch, _, teacher = example()
+    assert teacher is not None
+    everything, all_of_it = pseudo_labels(teacher.logits, batch.labels, torch.full((3,), 2.0))
+    assert torch.equal(everything == IGNORE, batch.labels == IGNORE)
+    assert torch.equal(all_of_it, torch.ones(3))
+    nothing, none_of_it = pseudo_labels(teacher.logits, batch.labels, torch.zeros(3))
+    assert torch.equal(nothing, torch.where(batch.labels == 0, IGNORE, batch.labels))
+    assert torch.equal(none_of_it, torch.zeros(3))
+    without = torch.where(batch.labels == 0, 3, batch.labels)
+    assert torch.equal(pseudo_labels(teacher.logits, without, torch.zeros(3))[1], torch.ones(3))
+
+
+def test_plop_is_its_formula() -> None:
+    batch, out, teacher = example()
+    assert teacher is not None
+    thresholds = [0.7, 0.3, 0.9]
+    labels, shares = pseudo_labels(teacher.logits, batch.labels, torch.tensor(thresholds))
+    costs = F.cross_entropy(up(out.logits), labels.long(), ignore_index=IGNORE, reduction="none").sum((1, 2))
+    with torch.no_grad():
+        maps = local_pod([*out.stages, out.embedding], [*teacher.stages, teacher.embedding])
+        logits = local_pod([fold_new_into_background(out.logits, 3)], [teacher.logits])
+    growth = math.sqrt(4 / 2)
+    expected = {
+        "ce": float((shares * costs).sum() / (batch.labels != IGNORE).sum()),
+        "pod": 0.01 * growth * float(maps),
+        "pod_logits": 0.0005 * growth * float(logits),
+    }
+    terms, gradients = run_losses(plop_with(thresholds))
+    assert terms == pytest.approx(expected, rel=1e-6)
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
+
+
+def test_plop_without_pod_has_pseudo_labels_alone() -> None:
+    terms, gradients = run_losses(plop_with([0.7, 0.3, 0.9], lambda_pod=0, lambda_pod_logits=0))
+    assert terms.keys() == {"ce"}
+    assert gradients[1:] == [None, None, None]
+
+
+def test_a_step_starts_at_the_teacher() -> None:
+    """What POD compares is equal then, new classes or not."""
+    method = PLOP()
+    model, context = grown(method)
+    method.begin_step(context)
+    assert context.teacher is not None
+    (batch,) = context.batches()
+    with torch.no_grad():
+        teacher = context.teacher(batch.inputs)
+    losses = method.losses(batch, model(batch.inputs), teacher, SECOND)
+    assert float(losses["pod"].detach()) == 0
+    assert float(losses["pod_logits"].detach()) < 1e-7
+
+
+def test_the_first_step_leaves_no_state() -> None:
+    method = plop_with([0.1, 0.2])
+    method.begin_step(StepContext(FIRST, grown(method)[0], None, lambda: iter([])))
+    assert method.state() == {}
+
+
+# --- runs ----------------------------------------------------------------------------------------------------
+
+
+class Interrupting(Screen):
+    """Ctrl-C at the second update of step 1."""
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self._left = 2 if what.startswith("step 1/") else 0
+        super().begin(what, total, done)
+
+    def advance(self, amount: int = 1, detail: str = "") -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_step_keeps_its_thresholds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the checkpoint, whatever `begin_step` would find now."""
+    whole, broken = (
+        small_config(tmp_path / name, method={"name": "plop"}, train={"checkpoint_seconds": 0.0})
+        for name in ("whole", "broken")
+    )
+    train(whole, quiet)
+    with pytest.raises(KeyboardInterrupt):
+        train(broken, lambda: Interrupting(Console(file=io.StringIO())))
+    saved, _ = read_tensors(RunDir(broken.folder).checkpoint)
+    final, _ = read_tensors(RunDir(whole.folder).state(1))
+    assert len(final["thresholds"]) == 7
+    assert torch.equal(saved["method.thresholds"], final["thresholds"])
+    answers = [torch.full((7,), 0.5)]
+    monkeypatch.setattr(
+        plop_module, "entropy_thresholds", lambda *given: answers.pop() if answers else entropy_thresholds(*given)
+    )
+    train(broken, quiet)
+    assert not answers
+    assert_same_run(whole.folder, broken.folder)
+
+
+def test_plop_takes_the_base_of_fine_tuning(tmp_path: Path) -> None:
+    configs = [
+        small_config(tmp_path / name, method={"name": name}, train={"epochs": 1}, reuse=True)
+        for name in ("finetune", "plop", "mib")
+    ]
+    for config in configs:
+        train(config, quiet)
+    for config in configs[1:]:
+        reused = [row["reused_from"] for row in rows_of(config.folder)]
+        assert reused == [str(configs[0].folder), None, None]
+
+
+@pytest.mark.parametrize("name", ["ilt", "plop"])
+def test_kept_features_train_as_a_frozen_backbone_does(name: str, tmp_path: Path) -> None:
+    losses = []
+    for cache in ("auto", "off"):
+        config = small_config(
+            tmp_path / cache,
+            task="8-2",
+            method={"name": name},
+            data={"cache": cache},
+            model={"freeze_backbone": True},
+            train={"epochs": 1, "scale": None},
+        )
+        train(config, quiet)
+        losses.append([row["losses"] for row in rows_of(config.folder)])
+    for kept, made in zip(*losses, strict=True):
+        assert kept == pytest.approx(made, rel=0.02)
