@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ MAX_CLASSES = UNSEEN - 1
 """Labels are bytes, and two of them are taken."""
 
 
+Later = Tensor | Callable[[], Tensor]
+"""A tensor, or how to make it."""
 Inputs = Tensor | tuple[Tensor, ...]
 """What a model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads."""
 
@@ -86,18 +89,28 @@ class Output:
     stages: tuple[Tensor, ...] = ()
 
 
-@dataclass
 class Prediction:
     """What a method says of each pixel, by its own rule of decision.
 
     labels:        (B, H, W) uint8 learnt indices.
     probabilities: (B, C+1, H, W), background first; they sum to one.
     uncertainty:   (B, H, W) in [0, 1].
+
+    Labels alone are often wanted and take a fraction of the time, so the other two may be given as functions, which
+    are called when first asked for.
     """
 
-    labels: Tensor
-    probabilities: Tensor
-    uncertainty: Tensor
+    def __init__(self, labels: Tensor, probabilities: Later, uncertainty: Later) -> None:
+        self.labels = labels
+        self._probabilities, self._uncertainty = probabilities, uncertainty
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        return self._probabilities() if callable(self._probabilities) else self._probabilities
+
+    @cached_property
+    def uncertainty(self) -> Tensor:
+        return self._uncertainty() if callable(self._uncertainty) else self._uncertainty
 
     @staticmethod
     def join_rows(strips: Sequence[Prediction]) -> Prediction:

@@ -111,7 +111,7 @@ class Evaluator:
                     first = -rows.start % SCORE_STRIDE
                     some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
                     _count_scores(counts.scores, method.predict(strip[some], model.increments), target[some])
-                found = method.decide(strip, model.increments)
+                found = method.predict(strip, model.increments).labels
                 target = torch.where(target == UNSEEN, unseen, target)
                 target = torch.where(in_matrix, target, IGNORE)
                 counts.confusion += confusion_counts(found, target, model.num_classes + 1)

@@ -29,10 +29,5 @@ def normalised_entropy(probabilities: Tensor) -> Tensor:
 
 def softmax_prediction(logits: Tensor) -> Prediction:
     """Arg-max of the softmax; its uncertainty is the normalised entropy."""
-    probabilities = logits.softmax(1)
-    return Prediction(softmax_labels(logits), probabilities, normalised_entropy(probabilities))
-
-
-def softmax_labels(logits: Tensor) -> Tensor:
-    """The labels of `softmax_prediction` alone."""
-    return logits.max(1).indices.to(torch.uint8)
+    labels = logits.max(1).indices.to(torch.uint8)  # argmax(1) takes three times as long on the CPU
+    return Prediction(labels, lambda: logits.softmax(1), lambda: normalised_entropy(logits.softmax(1)))

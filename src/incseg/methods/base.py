@@ -77,10 +77,6 @@ class Method(ABC):
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         """The rule of decision, pixel by pixel, on logits of any size (B, C, H, W)."""
 
-    def decide(self, logits: Tensor, increments: Sequence[Increment]) -> Tensor:
-        """The labels of `predict` alone, which a method may reach in less time."""
-        return self.predict(logits, increments).labels
-
     def begin_step(self, context: StepContext) -> None:
         """Before the first batch of a step: initialise classifiers, collect statistics."""
 

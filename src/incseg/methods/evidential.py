@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -128,25 +129,23 @@ class Evidential(Method):
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         config = self.config
         sizes = [len(i.classes) for i in increments]
-        images = [i.train_images for i in increments]
-        probabilities = balanced_log_probabilities(
-            logits, sizes, config.balancing, config.rectifier, config.prior, images
-        ).exp()
-        uncertainty = probabilities[:, 0]
-        if config.decision == "argmax":
-            labels = probabilities.max(1).indices  # argmax(1) takes three times as long on the CPU
-        else:
-            strongest = probabilities[:, 1:].max(1).indices + 1
-            labels = torch.where(uncertainty < config.threshold, strongest, torch.zeros_like(strongest))
-        return Prediction(labels.to(torch.uint8), probabilities, uncertainty)
 
-    def decide(self, logits: Tensor, increments: Sequence[Increment]) -> Tensor:
-        config = self.config
-        if config.balancing not in ("none", "ratio"):
-            return self.predict(logits, increments).labels
+        @cache
+        def probabilities() -> Tensor:
+            images = [i.train_images for i in increments]
+            return balanced_log_probabilities(
+                logits, sizes, config.balancing, config.rectifier, config.prior, images
+            ).exp()
+
         threshold = config.threshold if config.decision == "hierarchical" else None
-        sizes = [len(i.classes) for i in increments]
-        return evidential_labels(logits, sizes, config.balancing, config.rectifier, threshold).to(torch.uint8)
+        if config.balancing in ("none", "ratio"):
+            labels = evidential_labels(logits, sizes, config.balancing, config.rectifier, threshold)
+        elif threshold is None:
+            labels = probabilities().max(1).indices  # argmax(1) takes three times as long on the CPU
+        else:
+            strongest = probabilities()[:, 1:].max(1).indices + 1
+            labels = torch.where(probabilities()[:, 0] < threshold, strongest, torch.zeros_like(strongest))
+        return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
 
 
 def _shift(labels: Tensor, skipped: int) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_labels, softmax_prediction
+from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
 from incseg.methods.base import CROSS_ENTROPY, Method
 from incseg.protocol import Step
 from incseg.types import Batch, Increment, Output, Prediction
@@ -28,6 +28,3 @@ class Finetune(Method):
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         return softmax_prediction(logits)
-
-    def decide(self, logits: Tensor, increments: Sequence[Increment]) -> Tensor:
-        return softmax_labels(logits)

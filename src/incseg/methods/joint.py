@@ -28,6 +28,3 @@ class Joint(Method):
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         return self._softmax.predict(logits, increments)
-
-    def decide(self, logits: Tensor, increments: Sequence[Increment]) -> Tensor:
-        return self._softmax.decide(logits, increments)
