@@ -50,13 +50,16 @@ def ablation(task: str, option: str, value: str, new_base: bool = False) -> Run:
 
 def study() -> Iterator[Run]:
     first = SEEDS[0]
-    yield from (run(task) for task in ("15-1", "15-5", "10-1"))
+    yield run("15-1")
+    yield run("10-1")
+    yield run("15-5")
+    yield run("15-1", method="finetune")
     yield run("15-1", "joint")
+    yield from (run("15-1", seed=seed) for seed in SEEDS[1:])
+    yield from (run("15-5", seed=seed) for seed in SEEDS[1:])
     yield run("15-1", method="joint")
-    yield from (run(task, method="finetune") for task in ("15-1", "15-5", "10-1"))
-    yield from (run(task, "disjoint") for task in ("15-5", "15-1"))
-    for seed in SEEDS[1:]:
-        yield from (run(task, seed=seed) for task in ("15-5", "15-1"))
+    yield run("15-5", method="finetune")
+    yield from (run(task, "disjoint") for task in ("15-1", "15-5"))
     for task in ("15-1", "15-5"):
         yield ablation(task, "train.frozen_later", "nothing")
         yield ablation(task, "method.scope", "seen")
@@ -69,6 +72,7 @@ def study() -> Iterator[Run]:
     yield from (ablation("15-1", "method.reject", value) for value in ("1",))
     yield ablation("15-1", "train.frozen_later", "head")
     yield run("10-1", "disjoint")
+    yield run("10-1", method="finetune")
     yield from (run(task, "disjoint", "finetune") for task in ("15-5", "15-1"))
     for seed in SEEDS:
         if seed != first:
