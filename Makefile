@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+RUNS ?= runs/voc-laptop
 
-.PHONY: demo test lint setup clean results-shapes
+.PHONY: demo test lint setup clean results results-shapes
 
 demo: setup
 	$(BIN)/incseg train --data shapes --out runs/demo
@@ -19,6 +20,10 @@ lint: setup
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
+
+# pages of results/ from the run folders under RUNS; trains nothing
+results: setup
+	$(BIN)/python scripts/results.py $(RUNS)
 
 results-shapes: setup
 	$(BIN)/python scripts/compare_shapes.py

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,11 @@ from rich.console import Console
 
 from incseg.cli.settings import method_overrides
 from incseg.engine.progress import Screen
+from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import speaks
-from incseg.experiment import evaluate, load_run_config
+from incseg.experiment import RunConfig, evaluate, load_run_config
+from incseg.methods import build_method
+from incseg.types import UserError
 
 HELP = "test a saved model again, with other inference options if given (--method.balancing odds)"
 PASS_UNKNOWN = True  # the method's own options are known only when the run is
@@ -25,19 +31,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the row in RUN/retests, from where incseg compare makes tables"
+    )
     parser.epilog = "Options of the run's method are given as --method.NAME VALUE."
 
 
 def run(args: argparse.Namespace) -> int:
     config = load_run_config(args.run)
     options = method_overrides("incseg eval", config.method["name"], args.unknown)
+    changed = _changed(config, options) if args.save else {}
     overrides: dict[str, Any] = {
         name: getattr(args, name) for name in ("device", "threads") if getattr(args, name) is not None
     }
     if args.root:
         config.data.root = args.root
         overrides["data"] = config.data
+    started = time.monotonic()
     row = evaluate(args.run, args.step, options, overrides, lambda: Screen(Console(stderr=args.json, highlight=False)))
+    if args.save and speaks():
+        kept = RunDir(args.run).write_retest(changed, row, time.monotonic() - started)
+        print(f"kept in {kept}", file=sys.stderr)
     if args.json and speaks():
         print(json.dumps(row, indent=1, ensure_ascii=False))
     return 0
+
+
+def _changed(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """What is worth keeping: inference options other than those of the run. Another option would change nothing in
+    the test and yet stand in the table."""
+    method = build_method(config.method)
+    allowed = ", ".join(sorted(method.inference_options)) or f"{config.method['name']} has none"
+    if wrong := sorted(options.keys() - method.inference_options):
+        raise UserError(f"--save keeps tests with other inference options, and {wrong[0]} is none; allowed: {allowed}")
+    own = dataclasses.asdict(method.config)
+    changed = {name: value for name, value in options.items() if value != own[name]}
+    if not changed:
+        raise UserError(f"--save keeps tests with other inference options than the run's own; give one: {allowed}")
+    return changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import types
@@ -17,7 +18,7 @@ from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import read_config
 from incseg.engine.trainer import TrainConfig
 from incseg.experiment import DataConfig, RunConfig
-from incseg.methods import find_method
+from incseg.methods import METHODS, find_method
 from incseg.models.segmenter import ModelConfig
 from incseg.names import unknown
 from incseg.presets import DEFAULT_PRESET, preset_for
@@ -61,6 +62,21 @@ def method_overrides(prog: str, method: str, tokens: Sequence[str]) -> dict[str,
     given = {token.split("=")[0].removeprefix("--method.") for token in tokens if token.startswith("--method.")}
     values = _parse(parser, list(tokens))
     return {name: value for name, value in (values.get("method") or {}).items() if name in given}
+
+
+def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a run of this dataset, preset and method takes where nothing else is said, as config.yaml would hold it.
+
+    A method from outside is not imported for it, so that none of its options counts as usual.
+    """
+    method, data = config["method"]["name"], config["data"]["name"]
+    preset = config["preset"] or DEFAULT_PRESET.get(data, "shapes")
+    usual = {**RunConfig(preset=preset).as_dict(), "method": {"name": method}}
+    if method in METHODS:
+        usual["method"] |= dataclasses.asdict(METHODS[method].Config())
+    for key, value in preset_for(preset, method).items():
+        usual[key] = {**usual[key], **value} if isinstance(value, dict) else value
+    return usual
 
 
 def _parser(prog: str, description: str, method: str) -> ArgumentParser:

@@ -7,6 +7,7 @@ log.txt                 what was printed
 steps/K/model.safetensors, state.safetensors, confusion.npy, row.json (written last: the step is done)
 checkpoint.safetensors  the step under way
 results.json            the end: final figures, every step's row, rules, seconds
+retests/NAME.json       a step tested again with other inference options (incseg eval --save)
 tensorboard/            where tensorboard is installed
 .lock                   which process works in it; held only as long as that process lives
 """
@@ -14,6 +15,7 @@ tensorboard/            where tensorboard is installed
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import platform
 import socket
@@ -31,7 +33,7 @@ import incseg
 from incseg.files import read_json, write_json, write_text
 from incseg.types import UserError
 
-_MAY_DIFFER = {
+MAY_DIFFER = {
     "out",
     "preset",
     "threads",
@@ -70,6 +72,14 @@ class RunDir:
     @property
     def protocol(self) -> Path:
         return self.root / "protocol.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def retests(self) -> Path:
+        return self.root / "retests"
 
     @property
     def log(self) -> Path:
@@ -134,9 +144,9 @@ class RunDir:
         self._lock.flush()
 
     def _check_same(self, config: dict[str, Any]) -> None:
-        there, here = _flatten(read_config(self.config)), _flatten(config)
+        there, here = flatten(read_config(self.config)), flatten(config)
         differing = sorted(
-            key for key in there.keys() | here.keys() if there.get(key) != here.get(key) and key not in _MAY_DIFFER
+            key for key in there.keys() | here.keys() if there.get(key) != here.get(key) and key not in MAY_DIFFER
         )
         if differing:
             shown = ", ".join(f"{key} was {there.get(key)!r}, now {here.get(key)!r}" for key in differing[:3])
@@ -146,7 +156,7 @@ class RunDir:
 
     def write_environment(self, runtime: dict[str, object]) -> None:
         write_json(
-            self.root / "environment.json",
+            self.environment,
             {
                 "incseg": incseg.__version__,
                 "commit": _commit(),
@@ -155,10 +165,33 @@ class RunDir:
                 "numpy": np.__version__,
                 "platform": platform.platform(),
                 "cpus": os.cpu_count(),
-                "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+                "command": _command(),
                 **runtime,
             },
         )
+
+    def row_digest(self, step: int) -> str:
+        """Changes when the step was learnt anew: its row tells the seconds."""
+        return hashlib.sha256(self.row(step).read_bytes()).hexdigest()
+
+    def write_retest(self, options: dict[str, Any], row: dict[str, Any], seconds: float) -> Path:
+        """Keep the row of a step that was tested again with other inference options; returns the file."""
+        name = "-".join([f"step{row['index']}", *(f"{key}-{value}" for key, value in sorted(options.items()))])
+        file = self.retests / f"{''.join(c if c.isalnum() or c in '-_.' else '_' for c in name)}.json"
+        kept = {
+            "step": row["index"],
+            "options": options,
+            "row": row,
+            "row_digest": self.row_digest(row["index"]),
+            "seconds": round(seconds, 2),
+            "commit": _commit(),
+            "command": _command(),
+        }
+        try:
+            write_json(file, kept)
+        except OSError as error:
+            raise UserError(f"cannot write {file} ({error}); see that the run folder may be written") from error
+        return file
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -176,14 +209,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names: {"train": {"lr": 1}} as {"train.lr": 1}."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, dict):
-            flat |= _flatten(item, f"{prefix}{key}.")
+            flat |= flatten(item, f"{prefix}{key}.")
         else:
             flat[prefix + key] = list(item) if isinstance(item, Sequence) and not isinstance(item, str) else item
     return flat
+
+
+def _command() -> list[str]:
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 def _commit() -> str | None:

@@ -1,0 +1,68 @@
+"""A study's run folders as pages: results/NAME/main, ablations, unknown and classes, each as .md and .json.
+
+    python scripts/results.py [runs/voc-laptop] [--out results/voc-laptop]
+
+Runs under RUNS/ablations are held against the run of the same task, setting, method and seed elsewhere under RUNS. No
+model is loaded and nothing is trained; the same folders give the same pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from incseg.cli.settings import usual_settings
+from incseg.files import write_json, write_text
+from incseg.report.pages import ablations_page, classes_page, main_page, unknown_page
+from incseg.report.tables import read_runs, shown_path
+from incseg.types import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", type=Path, nargs="?", default=Path("runs/voc-laptop"))
+    parser.add_argument("--out", type=Path, help="default: results/ and the name of the folder of runs")
+    args = parser.parse_args(argv)
+    if not args.runs.is_dir():
+        return fail(f"{args.runs} does not exist; train its runs first (incseg train … --out {args.runs}/NAME)")
+    said: dict[str, None] = {}
+
+    def warn(line: str) -> None:
+        if line not in said:
+            print(f"warning: {line}", file=sys.stderr)
+        said[line] = None
+
+    try:
+        records = read_runs([args.runs], usual_settings, warn)
+    except UserError as error:
+        return fail(str(error))
+    for record in records:
+        if not record.finished:
+            warn(record.how_far)
+    finished = [record for record in records if record.finished]
+    if not finished:
+        return fail(f"{args.runs} holds no finished run yet")
+    apart = args.runs / "ablations"
+    ablations = [record for record in finished if apart in record.folder.parents]
+    study = [record for record in finished if apart not in record.folder.parents]
+    trained = [record for record in study if record.retest is None]
+    made_by = f"python scripts/results.py {shown_path(args.runs)}"
+    pages = [page(trained, made_by, warn) for page in (main_page, unknown_page, classes_page)]
+    pages.append(ablations_page(study, ablations, made_by, warn))
+    out = args.out or Path("results") / args.runs.resolve().name
+    for page in pages:
+        write_text(out / f"{page.name}.md", page.text)
+        write_json(out / f"{page.name}.json", page.data)
+        print(f"wrote {out / page.name}.md and .json")
+    return 0
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

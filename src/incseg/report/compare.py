@@ -1,0 +1,299 @@
+"""The paper's tables, ours beside the published: method × task × setting × Base, New, All, Inc."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from incseg.metrics.continual import FIGURES
+from incseg.report.published import PUBLISHED, SOURCES, UNRANKED, Column, Published, family_of, family_rank
+from incseg.report.tables import (
+    ALL_FIGURES,
+    Group,
+    RunRecord,
+    Spread,
+    Warn,
+    group,
+    options_text,
+    task_rank,
+)
+
+JOINT = "joint"
+_LAYOUTS: dict[str, tuple[Column, ...]] = {
+    "voc": tuple((task, setting) for task in ("15-5", "15-1") for setting in ("disjoint", "overlapped")),
+    "ade20k": (("100-50", ""), ("50-50", ""), ("100-10", "")),
+}
+"""The columns of the paper's tables; tasks that were run beside these come after them."""
+_USUAL_SETTING = {"ade20k": "pseudo-disjoint"}
+"""Where a row has a setting, not a column: the one that is not worth saying."""
+_BOTH_ORDERS = "a+b"
+
+
+@dataclass
+class Line:
+    """A row of a table: Base, New, All, Inc at each column, as far as they are known."""
+
+    label: str
+    family: str
+    published: bool
+    cells: dict[Column, dict[str, Spread]]
+    ranked: bool = True
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def seeds(self) -> list[int]:
+        """The different numbers of seeds behind its cells, ascending."""
+        return sorted({found.seeds for cell in self.cells.values() for found in cell.values()})
+
+
+@dataclass
+class Table:
+    """What a writer turns into text."""
+
+    title: str
+    dataset: str
+    columns: list[Column]
+    lines: list[Line]
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+
+    def is_best(self, line: Line, column: Column, figure: str) -> bool:
+        """Whether no other ranked line of its kind, ours or published, is better as printed; alone is not best."""
+        rivals = [
+            round(other.cells[column][figure].mean, 1)
+            for other in self.lines
+            if other.ranked and other.published == line.published and figure in other.cells.get(column, {})
+        ]
+        mine = line.cells.get(column, {}).get(figure)
+        return line.ranked and mine is not None and len(rivals) > 1 and round(mine.mean, 1) == max(rivals)
+
+
+def compare(records: Sequence[RunRecord], published: bool, warn: Warn) -> list[Table]:
+    """A table for each dataset in these records, unfinished runs left out."""
+    finished = [record for record in records if record.finished]
+    return [
+        _table(dataset, [record for record in finished if record.dataset == dataset], published, warn)
+        for dataset in sorted({record.dataset for record in finished}, key=lambda name: (name not in _LAYOUTS, name))
+    ]
+
+
+def _table(dataset: str, records: list[RunRecord], published: bool, warn: Warn) -> Table:
+    groups = group(average_orders(records), warn)
+    columns = columns_of(dataset, groups)
+    ours = lines_of(dataset, groups, columns)
+    theirs = [_published_line(row, columns) for row in PUBLISHED if published and row.dataset == dataset]
+    theirs = [line for line in theirs if line.cells]
+    lines = sorted(theirs + ours, key=lambda line: (family_rank(line.family), line.family, not line.published))
+    notes = [
+        "Percent mIoU of the last model. ± is the standard deviation (n − 1) over seeds, var the variance, which is "
+        "what the paper prints after ±. A cell that was not run is empty.",
+        f"Best in bold, {'among the published and among ours' if theirs else 'among ours'}; not ranked: joint training"
+        + (" and RECALL and memories, which use more data." if theirs else "."),
+    ]
+    if dataset == "ade20k":
+        notes.append(
+            "Mean of class orders a and b where a row names none. Setting pseudo-disjoint where a row names none; "
+            "other settings are not ranked."
+        )
+    if any(g.first.setting == JOINT for g in groups):
+        notes.append("Joint training has no setting, and its All is the same for every task.")
+    if theirs:
+        cited = {row.source for row in PUBLISHED if row.dataset == dataset and row.label in {t.label for t in theirs}}
+        notes.append("Rows in code type are runs of incseg, the others published figures.")
+        notes += [f"{SOURCES[source]}." for source in SOURCES if source in cited]
+    notes += [*rules_lines(records), origin_line(records)]
+    title = f"{dataset}{': ours beside the published' if theirs else ''}"
+    return Table(title, dataset, columns, lines, notes, mixtures(records), commands_of(groups))
+
+
+def columns_of(dataset: str, groups: Sequence[Group]) -> list[Column]:
+    """The paper's columns, then those of other tasks that were run."""
+    layout = _LAYOUTS.get(dataset, ())
+    joint_only = all(g.first.setting == JOINT for g in groups)
+    others = [] if layout and joint_only else present_columns(dataset, groups)
+    return [*layout, *(column for column in others if column not in layout)]
+
+
+def present_columns(dataset: str, groups: Sequence[Group]) -> list[Column]:
+    """What was run. Joint training belongs to every column and makes none, unless nothing else was run."""
+    of_steps = [g.first for g in groups if g.first.setting != JOINT]
+    without_setting = dataset in _USUAL_SETTING
+    present = {(first.task, "" if without_setting else first.setting) for first in of_steps}
+    present = present or {(g.first.task, JOINT) for g in groups}
+    return sorted(present, key=lambda column: (task_rank(column[0]), column[1]))
+
+
+def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -> list[Line]:
+    """Our lines: groups of one method with the same options, over tasks and settings; floor first, ceiling last."""
+    several = {name: len({_of(g.first, name) for g in groups}) > 1 for name in ("preset", "rules")}
+    by_label: dict[str, list[Group]] = {}
+    for one in groups:
+        by_label.setdefault(_label(one.first, dataset, several), []).append(one)
+    lines = []
+    for label, members in by_label.items():
+        first = members[0].first
+        joint = first.setting == JOINT
+        cells = {column: cell for column in columns if (cell := _cell(members, column, joint))}
+        family = "joint" if joint else family_of(first.method)
+        comparable = first.setting == _USUAL_SETTING.get(dataset, first.setting)
+        lines.append(Line(label, family, False, cells, comparable and family not in UNRANKED, tuple(members)))
+    return sorted(lines, key=lambda line: (family_rank(line.family), line.family, line.label))
+
+
+def _of(record: RunRecord, name: str) -> str | None:
+    return record.rules["name"] if name == "rules" else record.preset
+
+
+def _label(record: RunRecord, dataset: str, several: dict[str, bool]) -> str:
+    parts = [options_text(record.options)]
+    parts += [f"{name} {_of(record, name)}" for name, shown in several.items() if shown]
+    if record.setting == JOINT and family_of(record.method) != "joint":
+        parts.append("joint")
+    if dataset in _USUAL_SETTING:
+        if record.setting not in (_USUAL_SETTING[dataset], JOINT):
+            parts.append(record.setting)
+        if record.order != _BOTH_ORDERS and record.setting != JOINT:
+            parts.append(f"order {record.order}")
+    text = ", ".join(part for part in parts if part)
+    return f"`{record.method}`" + (f" ({text})" if text else "")
+
+
+def _cell(groups: Sequence[Group], column: Column, joint: bool) -> dict[str, Spread]:
+    task, setting = column
+    own = [g for g in groups if g.first.task == task and (joint or setting in ("", g.first.setting))]
+    if own:
+        return {name: found for name in ALL_FIGURES if (found := own[0].figure(name))}
+    others = [g for g in groups if joint and _learns_everything(g.first.task) and _learns_everything(task)]
+    found = others[0].figure("all") if others else None
+    return {"all": found} if found else {}
+
+
+def _learns_everything(task: str) -> bool:
+    return task == JOINT or re.fullmatch(r"\d+-\d+", task) is not None
+
+
+def _published_line(row: Published, columns: Sequence[Column]) -> Line:
+    cells: dict[Column, dict[str, Spread]] = {}
+    for column, values in row.figures.items():
+        if column not in columns:
+            continue
+        variances = row.variance.get(column, (None,) * len(FIGURES))
+        cell = {
+            name: Spread(value, None, variance, row.seeds)
+            for name, value, variance in zip(FIGURES, values, variances, strict=True)
+            if value is not None
+        }
+        if cell:
+            cells[column] = cell
+    return Line(row.label, row.family, True, cells, row.ranked)
+
+
+def average_orders(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """Runs on ADE20k that differ in nothing but the class order, a and b, as one with the mean of their figures."""
+    records = list(records)
+    in_order_b = {_but_order(r): r for r in records if r.dataset == "ade20k" and r.order == "b"}
+    taken, averaged = set(), []
+    for one in records:
+        other = in_order_b.get(_but_order(one)) if one.order == "a" else None
+        if other is None:
+            averaged.append(one)
+            continue
+        taken.add(id(other))
+        means: dict[str, Any] = {name: _mean(one.figure(name), other.figure(name)) for name in ALL_FIGURES}
+        command = f"{one.command}\n{other.command}"
+        averaged.append(replace(one, **means, order=_BOTH_ORDERS, seconds=one.seconds + other.seconds, command=command))
+    return [record for record in averaged if id(record) not in taken]
+
+
+def _but_order(record: RunRecord) -> str:
+    names = ("dataset", "task", "setting", "method", "seed", "preset", "options", "rules")
+    return json.dumps([getattr(record, name) for name in names], sort_keys=True, default=str)
+
+
+def _mean(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else fmean((one, other))
+
+
+# --- what stands under every table ---------------------------------------------------------------------------
+
+
+def rules_lines(records: Iterable[RunRecord]) -> list[str]:
+    """A line for each set of label rules."""
+    texts = {", ".join(f"{key} {value}" for key, value in record.rules.items()) for record in records}
+    return [f"Label rules: {text}." for text in sorted(texts)]
+
+
+def mixtures(records: Iterable[RunRecord]) -> list[str]:
+    """What these runs do not have in common though they stand in one table."""
+    records = list(records)
+    found = []
+    for what, values in (
+        ("label rules", {record.rules["name"] for record in records}),
+        ("presets", {str(record.preset) for record in records}),
+        ("test images", {_test_images(record) for record in records}),
+    ):
+        if len(values) > 1:
+            found.append(
+                f"runs of different {what} stand in one table ({', '.join(sorted(values))}): compare with care"
+            )
+    return found
+
+
+def _test_images(record: RunRecord) -> str:
+    chosen = {key: record.settings.get(f"data.{key}") for key in ("holdout", "val_limit")}
+    return ", ".join(f"data.{key} {value}" for key, value in chosen.items() if value) or "the test set"
+
+
+def origin_line(records: Iterable[RunRecord]) -> str:
+    """How long it took, from which commits, on which machines."""
+    records = list(records)
+    runs = sum(record.retest is None for record in records)
+    tests = len(records) - runs
+    hours = sum(record.own_seconds for record in records) / 3600
+    threads = sorted({record.threads for record in records})
+    return (
+        f"{runs} run{'s' * (runs != 1)}"
+        + (f" and {tests} test{'s' * (tests != 1)} with other inference options" if tests else "")
+        + f", {hours:.1f} hours in all (a step taken from another run costs its test only), "
+        f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}; "
+        f"commits {', '.join(sorted({record.commit for record in records}))}; "
+        f"{'; '.join(sorted({record.machine for record in records}))}."
+    )
+
+
+def commands_of(groups: Iterable[Group]) -> list[str]:
+    """The command of each group's first seed, and which seeds there are beside it."""
+    lines: dict[str, None] = {}
+    for one in groups:
+        *before, last = one.first.command.split("\n")
+        others = ", ".join(str(seed) for seed in one.seeds[1:])
+        lines |= dict.fromkeys([*before, last + (f"    # also seeds {others}" if others else "")])
+    return list(lines)
+
+
+def as_json(tables: Sequence[Table], records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Every run as a row, the groups over seeds, the published figures beside them."""
+    return {
+        "rows": [record.as_row() for record in records if record.finished],
+        "summary": [one.as_dict() for table in tables for line in table.lines for one in line.groups],
+        "published": [
+            {
+                "dataset": table.dataset,
+                "method": line.label,
+                "task": column[0],
+                "setting": column[1] or _USUAL_SETTING.get(table.dataset),
+                **{name: cell[name].mean if name in cell else None for name in FIGURES},
+                "variance": {name: cell[name].variance for name in FIGURES if name in cell},
+            }
+            for table in tables
+            for line in table.lines
+            if line.published
+            for column, cell in line.cells.items()
+        ],
+        "warnings": [warning for table in tables for warning in table.warnings],
+    }

@@ -1,0 +1,479 @@
+"""The pages of results/: a study's main table, ablations, unseen classes and single classes, each as text and data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from incseg.engine.rundir import RunDir
+from incseg.metrics.continual import FIGURES
+from incseg.report.compare import (
+    JOINT,
+    Line,
+    Table,
+    commands_of,
+    lines_of,
+    mixtures,
+    origin_line,
+    present_columns,
+    rules_lines,
+)
+from incseg.report.published import Column
+from incseg.report.tables import (
+    ALL_FIGURES,
+    Group,
+    RunRecord,
+    Spread,
+    Warn,
+    changes,
+    group,
+    options_text,
+    spread,
+    value_text,
+)
+from incseg.report.writers import code_block, figure_text, markdown_table
+
+_SEEDS_NOTE = "± is the standard deviation (n − 1) over seeds; variances stand apart. A cell that was not run is empty."
+_MOST_NAMED = 4
+"""Classes in a cell that tells who took whose pixels."""
+_LEAST_SHARE = 0.005
+"""A share that such a cell does not name."""
+
+
+@dataclass
+class Page:
+    """A page of results: NAME.md and NAME.json."""
+
+    name: str
+    text: str
+    data: dict[str, Any]
+
+
+def _page(name: str, title: str, body: list[str], records: Sequence[RunRecord], made_by: str, data: Any) -> Page:
+    """What every page ends with: warnings, label rules, time, commits, machine, commands."""
+    if not records:
+        return Page(name, "\n".join([f"# {title}", "", *body, f"- Made by `{made_by}`."]) + "\n", data)
+    end = [
+        *(f"- **Warning**: {warning}." for warning in mixtures(records)),
+        *(f"- {line}" for line in rules_lines(records)),
+        f"- {origin_line(records)}",
+        f"- Made by `{made_by}` from the run folders of these commands:",
+        "",
+        *code_block(commands_of(group(records, _silent))),
+    ]
+    return Page(name, "\n".join([f"# {title}", "", *body, *end]) + "\n", data)
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _sections(records: Sequence[RunRecord], warn: Warn) -> Iterator[tuple[str, Column, Table]]:
+    """For each dataset, task and setting its heading and the table of all methods."""
+    for dataset in sorted({record.dataset for record in records}):
+        groups = group((record for record in records if record.dataset == dataset), warn)
+        columns = present_columns(dataset, groups)
+        table = Table(dataset, dataset, columns, lines_of(dataset, groups, columns))
+        for column in columns:
+            yield f"## {dataset} {' '.join(column).strip()}", column, table
+
+
+def _of_column(line: Line, column: Column) -> list[Group]:
+    """The groups of a line that were run on exactly this task and setting; joint training is of no setting."""
+    return [
+        one
+        for one in line.groups
+        if one.first.task == column[0] and one.first.setting in (column[1] or one.first.setting, JOINT)
+    ]
+
+
+# --- main ----------------------------------------------------------------------------------------------------
+
+
+def main_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
+    """Tasks × settings × methods, mean and spread over seeds."""
+    body = [f"Percent mIoU of the last model; Avg is the mean of All over the steps. {_SEEDS_NOTE} Best in bold; "
+            "joint training, which has all data at once, is not ranked.", ""]  # fmt: skip
+    heading = ["method", "seeds", *(figure.capitalize() for figure in ALL_FIGURES), "minutes"]
+    variances = []
+    for title, column, table in _sections(records, warn):
+        rows = []
+        for line in table.lines:
+            cell = line.cells.get(column)
+            if cell is None:
+                continue
+            own = _of_column(line, column)
+            minutes = spread(record.seconds / 60 for one in own for record in one.records)
+            seeds = str(max(found.seeds for found in cell.values()))
+            figures = [_bold_if_best(table, line, column, name) for name in ALL_FIGURES]
+            rows.append([line.label, seeds, *figures, f"{minutes.mean:.0f}" if minutes else ""])
+            if any(found.variance is not None for found in cell.values()):
+                shown = [_variance(cell.get(name)) for name in ALL_FIGURES]
+                variances.append([title.removeprefix("## "), line.label, seeds, *shown])
+        body += [title, "", *markdown_table(heading, rows), ""]
+    if variances:
+        body += ["## Variances over the same seeds", ""]
+        body += [*markdown_table(["task", *heading[:-1]], variances, left=2), ""]
+    groups = group(records, _silent)
+    data = {"rows": [record.as_row() for record in records], "summary": [one.as_dict() for one in groups]}
+    return _page("main", "Methods side by side", body, records, made_by, data)
+
+
+def _bold_if_best(table: Table, line: Line, column: Column, name: str) -> str:
+    text = figure_text(line.cells[column].get(name))
+    return f"**{text}**" if table.is_best(line, column, name) else text
+
+
+def _variance(value: Spread | None) -> str:
+    return "" if value is None or value.variance is None else f"{value.variance:.2f}"
+
+
+# --- ablations -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Ablation:
+    """Runs or retests with the same change against runs of the same seeds, which may lack."""
+
+    change: str
+    pairs: list[tuple[RunRecord, RunRecord | None]]
+
+    def row(self) -> list[str]:
+        """The change, seeds, the figures, and how All and Inc differ from the same seed without the change."""
+        cells = [figure_text(spread(record.figure(name) for record, _ in self.pairs)) for name in FIGURES]
+        return [self.change, str(len(self.pairs)), *cells, *(_signed(self.difference(name)) for name in ("all", "inc"))]
+
+    def difference(self, name: str) -> Spread | None:
+        both = [(record.figure(name), default.figure(name)) for record, default in self.pairs if default]
+        return spread(here - there if here is not None and there is not None else None for here, there in both)
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.pairs[0][0]
+        return {
+            **{key: getattr(first, key) for key in ("dataset", "task", "setting", "method", "options")},
+            "change": self.change,
+            "seeds": [record.seed for record, _ in self.pairs],
+            **{name: _as_dict(spread(record.figure(name) for record, _ in self.pairs)) for name in FIGURES},
+            **{f"{name}_difference": _as_dict(self.difference(name)) for name in FIGURES},
+        }
+
+
+def _signed(value: Spread | None) -> str:
+    if value is None:
+        return ""
+    return f"{value.mean:+.1f}" + (f" ± {value.deviation:.1f}" if value.deviation is not None else "")
+
+
+def _as_dict(value: Spread | None) -> dict[str, Any] | None:
+    return value.as_dict() if value else None
+
+
+def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
+    """Runs of `ablations` against the run of the same task, setting, method and seed in `main`; retests of both
+    against the run they test."""
+    runs = [record for record in ablations if record.retest is None]
+    retests = [record for record in (*main, *ablations) if record.retest is not None]
+    trained = _ablations([(record, _default_of(record, main)) for record in runs], warn)
+    owners = {_place(record): record for record in (*main, *ablations) if record.retest is None}
+    tested = _ablations([(record, owners[_place(record)]) for record in retests], warn)
+    used = {id(record): record for record in (*runs, *retests)}
+    for found in (*trained, *tested):
+        used |= {id(default): default for _, default in found.pairs if default}
+    body = [f"Percent mIoU of the last model; the last two columns are differences to the default, seed by seed. "
+            f"{_SEEDS_NOTE.replace('variances stand apart', 'variances stand in ablations.json')}", ""]  # fmt: skip
+    body += ["## Trained otherwise", "", *_ablation_tables(trained, "default")]
+    body += ["## The same models, tested otherwise", "", *_ablation_tables(tested, "as trained")]
+    data = {
+        "rows": [record.as_row() for record in used.values()],
+        "trained": [found.as_dict() for found in trained],
+        "tested": [found.as_dict() for found in tested],
+    }
+    return _page("ablations", "Ablations", body, list(used.values()), made_by, data)
+
+
+def _default_of(mine: RunRecord, main: Sequence[RunRecord]) -> RunRecord | None:
+    """The run with the fewest options among those of the same task, setting, method and seed."""
+    found = [r for r in main if r.retest is None and (_kind(r), r.seed) == (_kind(mine), mine.seed)]
+    return min(found, key=lambda record: len(record.options), default=None)
+
+
+def _kind(record: RunRecord) -> tuple[str, ...]:
+    return record.dataset, record.task, record.setting, record.order, record.method
+
+
+def _place(record: RunRecord) -> str:
+    return str(record.folder.resolve())
+
+
+def _ablations(pairs: Sequence[tuple[RunRecord, RunRecord | None]], warn: Warn) -> list[_Ablation]:
+    """The pairs over seeds, by what was changed."""
+    default_of = {id(record): default for record, default in pairs}
+    found = []
+    for one in group((record for record, _ in pairs), warn):
+        by_change: dict[str, list[tuple[RunRecord, RunRecord | None]]] = {}
+        for record in one.records:
+            default = default_of[id(record)]
+            by_change.setdefault(_change(record, default), []).append((record, default))
+        found += [_Ablation(change, members) for change, members in by_change.items()]
+    return found
+
+
+def _change(record: RunRecord, default: RunRecord | None) -> str:
+    if default is None:
+        return f"{options_text(record.options) or 'nothing'} (no default run of this seed)"
+    differing = changes(record, default)
+    texts = {key: f"{key} {value_text(old)} → {value_text(new)}" for key, (old, new) in differing.items()}
+    retested = {key: f"{key} {value_text(value)}" for key, value in (record.retest or {}).items()}
+    return ", ".join(text for _, text in sorted({**retested, **texts}.items())) or "nothing"
+
+
+def _ablation_tables(ablations: Sequence[_Ablation], name: str) -> list[str]:
+    """A table for each task, setting and method: first the default itself, then each change."""
+    if not ablations:
+        return ["None was run.", ""]
+    lines = []
+    heading = ["change", "seeds", *(figure.capitalize() for figure in FIGURES), "Δ All", "Δ Inc"]
+    kinds = dict.fromkeys((_kind(found.pairs[0][0]), _own_options(found)) for found in ablations)
+    for kind, options in kinds:
+        members = [one for one in ablations if (_kind(one.pairs[0][0]), _own_options(one)) == (kind, options)]
+        defaults = {id(default): default for one in members for _, default in one.pairs if default}
+        dataset, task, setting, order, method = kind
+        ordered = f", order {order}" if dataset == "ade20k" else ""
+        lines += [f"### {dataset} {task} {setting}{ordered}, `{method}`{f' ({options})' if options else ''}", ""]
+        rows = []
+        if defaults:
+            same = [(default, None) for default in sorted(defaults.values(), key=lambda record: record.seed)]
+            rows.append(_Ablation(name, list(same)).row())
+        lines += [*markdown_table(heading, [*rows, *(one.row() for one in members)]), ""]
+    return lines
+
+
+def _own_options(ablation: _Ablation) -> str:
+    default = ablation.pairs[0][1]
+    return options_text(default.options) if default else ""
+
+
+# --- unseen classes ------------------------------------------------------------------------------------------
+
+_RANKINGS = ("auroc", "average_precision", "fpr95")
+_OWN_SCORE = {"background": "not_background", "seen": "uncertainty"}
+_SCORE_TEXT = {
+    "not_background": "1 − P(background)",
+    "uncertainty": "the method's own uncertainty",
+    "entropy": "the entropy of the probabilities",
+    "not_strongest": "1 − the largest probability",
+}
+_OTHER_TEXT = {"background": "true background", "seen": "classes learnt before"}
+
+
+def _rankings(row: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(against what, by which score, AUROC and others) of a step's row, where there is something unseen."""
+    for other, own in _OWN_SCORE.items():
+        scores = {own: row["unseen"].get(f"from_{other}"), **(row["unseen"].get(f"from_{other}_by") or {})}
+        yield from ((other, score, found) for score, found in scores.items() if found)
+
+
+def unknown_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
+    """How well classes that no step has learnt yet are told from background and from what was learnt."""
+    body = ["AUROC / average precision / FPR at 95 % recall of \"a pixel of a class not learnt yet scores higher\", "
+            "after each step, means over seeds.", ""]  # fmt: skip
+    rows = [
+        {
+            **{key: getattr(record, key) for key in ("dataset", "task", "setting", "method", "seed", "options")},
+            "step": row["index"],
+            "against": other,
+            "score": score,
+            **found,
+        }
+        for record in records
+        for row in record.rows
+        for other, score, found in _rankings(row)
+    ]
+    for title, column, table in _sections(records, warn):
+        tables: dict[tuple[str, str], dict[str, dict[int, list[dict[str, float]]]]] = {}
+        for line in table.lines:
+            for record in (record for one in _of_column(line, column) for record in one.records):
+                for row in record.rows:
+                    for other, score, found in _rankings(row):
+                        by_step = tables.setdefault((other, score), {}).setdefault(line.label, {})
+                        by_step.setdefault(row["index"], []).append(found)
+        for (other, score), by_method in tables.items():
+            steps = sorted({step for by_step in by_method.values() for step in by_step})
+            cells = [
+                [label, str(max(map(len, by_step.values()))), *(_ranking_text(by_step.get(step)) for step in steps)]
+                for label, by_step in by_method.items()
+            ]
+            body += [f"{title}: unseen against {_OTHER_TEXT[other]}, by {_SCORE_TEXT.get(score, score)}", ""]
+            body += [*markdown_table(["method", "seeds", *(f"after step {step}" for step in steps)], cells), ""]
+    if not rows:
+        body += ["No step of these runs had an unseen class at test.", ""]
+    return _page("unknown", "Classes not learnt yet", body, records, made_by, {"rows": rows})
+
+
+def _ranking_text(found: list[dict[str, float]] | None) -> str:
+    if not found:
+        return ""
+    means = [spread(ranking[name] for ranking in found) for name in _RANKINGS]
+    return " / ".join(f"{mean.mean:.3f}" for mean in means if mean)
+
+
+# --- single classes ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _ClassFate:
+    """What became of a class: IoU after the step that learnt it and at the end, and its pixels in the last test.
+
+    recall_learnt: share of its pixels that were found after step 0; None of a class learnt later.
+    recall_end:    the same at the end.
+    lost_to:       shares of its pixels that went to other classes since step 0; of a class learnt later, in all.
+    taken_from:    shares of the pixels that were called by its name and belong to others.
+    """
+
+    name: str
+    step: int
+    iou_learnt: Spread | None
+    iou_end: Spread | None
+    recall_learnt: float | None
+    recall_end: float | None
+    lost_to: dict[str, float]
+    taken_from: dict[str, float]
+
+
+def classes_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
+    """IoU of each class when it was learnt and at the end, and which class took whose pixels."""
+    body = ["IoU in percent after the step that learnt a class → after the last step, means over seeds. Then, from the "
+            "confusion matrices of the last test (summed over seeds): whose pixels each class of a later step took, "
+            "and to whom the classes of step 0 lost theirs since the test after step 0.", ""]  # fmt: skip
+    rows = []
+    for title, column, table in _sections(records, warn):
+        fates = {}
+        for line in table.lines:
+            for one in _of_column(line, column):
+                fates[line.label] = _fates(one, warn)
+                about = {key: getattr(one.first, key) for key in ("dataset", "task", "setting", "method", "options")}
+                rows += [{**about, "seeds": one.seeds, **_fate_as_dict(fate)} for fate in fates[line.label]]
+        names = dict.fromkeys(fate.name for of_method in fates.values() for fate in of_method)
+        by_name = {label: {fate.name: fate for fate in of_method} for label, of_method in fates.items()}
+        body += [title, ""]
+        cells = [[name, *(_iou_text(by_name[label].get(name)) for label in fates)] for name in names]
+        body += [*markdown_table(["class", *fates], cells), ""]
+        for label, of_method in fates.items():
+            body += _fate_tables(f"{title.removeprefix('## ')}, {label}", of_method)
+    return _page("classes", "Class by class", body, records, made_by, {"rows": rows})
+
+
+def _fates(one: Group, warn: Warn) -> list[_ClassFate]:
+    learnt_in = {name: row["index"] for row in one.first.rows for name in row["classes"]}
+    names = ["background", *learnt_in]
+    first, last = _confusion(one, 0, warn), _confusion(one, one.first.num_steps - 1, warn)
+    fates = []
+    for label, name in enumerate(names):
+        step = learnt_in.get(name, 0)
+        if name not in one.first.rows[-1]["iou"]:
+            continue  # ADE20k has no background
+        lost, taken = _shares(last, label, axis=1), _shares(last, label, axis=0)
+        recall_end = lost.pop(label, None)
+        taken.pop(label, None)
+        recall_learnt = None
+        if label > 0 and step == 0 and one.first.num_steps > 1:
+            before = _shares(first, label, axis=1)
+            recall_learnt = before.pop(label, None)
+            lost = {other: share - before.get(other, 0.0) for other, share in lost.items()}
+        fates.append(
+            _ClassFate(
+                name,
+                step,
+                spread(record.rows[step]["iou"][name] for record in one.records),
+                spread(record.rows[-1]["iou"][name] for record in one.records),
+                recall_learnt,
+                recall_end,
+                {names[other]: share for other, share in lost.items()},
+                {names[other]: share for other, share in taken.items()},
+            )
+        )
+    return fates
+
+
+def _confusion(one: Group, step: int, warn: Warn) -> np.ndarray | None:
+    """(N+1, N+1) counts, row = target, column = predicted, summed over seeds; None where a file lacks or is broken."""
+    total = None
+    num_labels = 1 + sum(len(row["classes"]) for row in one.first.rows[: step + 1])
+    for record in one.records:
+        file = RunDir(record.folder).confusion(step)
+        try:
+            counts = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            warn(f"{file} cannot be read ({' '.join(str(error).split())}); its classes are shown without it")
+            return None
+        if counts.shape != (num_labels, num_labels):
+            warn(f"{file} has shape {counts.shape}, not {num_labels} × {num_labels}; its classes are shown without it")
+            return None
+        total = counts if total is None else total + counts
+    return total
+
+
+def _shares(confusion: np.ndarray | None, label: int, axis: int) -> dict[int, float]:
+    """Where the pixels of a row (axis 1: the true class) or column (axis 0: the predicted one) went, as shares."""
+    if confusion is None:
+        return {}
+    counts = confusion[label] if axis == 1 else confusion[:, label]
+    total = counts.sum()
+    return {other: float(count / total) for other, count in enumerate(counts)} if total else {}
+
+
+def _iou_text(fate: _ClassFate | None) -> str:
+    if fate is None:
+        return ""
+    return " → ".join(f"{value.mean:.1f}" if value else "–" for value in (fate.iou_learnt, fate.iou_end))
+
+
+def _fate_tables(title: str, fates: Sequence[_ClassFate]) -> list[str]:
+    later, old = [fate for fate in fates if fate.step > 0], [fate for fate in fates if fate.recall_learnt is not None]
+    lines = []
+    if later:
+        heading = ["class", "learnt in step", "found", "right where called so", "in truth elsewhere"]
+        rows = [
+            [fate.name, str(fate.step), _percent(fate.recall_end), _right(fate), _named(fate.taken_from)]
+            for fate in later
+        ]
+        lines += [f"### {title}: what is called by a new name", "", *markdown_table(heading, rows, left=5), ""]
+    if old:
+        heading = ["class", "found after step 0 → at the end", "lost to"]
+        rows = [
+            [fate.name, f"{_percent(fate.recall_learnt)} → {_percent(fate.recall_end)}", _named(fate.lost_to)]
+            for fate in old
+        ]
+        lines += [f"### {title}: what the classes of step 0 lost", "", *markdown_table(heading, rows, left=3), ""]
+    return lines
+
+
+def _right(fate: _ClassFate) -> str:
+    """Precision; empty where nothing was called by its name."""
+    return _percent(1 - sum(fate.taken_from.values())) if fate.taken_from else ""
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def _named(shares: dict[str, float]) -> str:
+    """The largest few: background 41.0, cow 20.3."""
+    largest = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:_MOST_NAMED]
+    return ", ".join(f"{name} {_percent(share)}" for name, share in largest if share >= _LEAST_SHARE)
+
+
+def _fate_as_dict(fate: _ClassFate) -> dict[str, Any]:
+    return {
+        "class": fate.name,
+        "learnt_in": fate.step,
+        "iou_learnt": _as_dict(fate.iou_learnt),
+        "iou_end": _as_dict(fate.iou_end),
+        "recall_after_step_0": fate.recall_learnt,
+        "recall_end": fate.recall_end,
+        "lost_to": {name: share for name, share in fate.lost_to.items() if abs(share) >= _LEAST_SHARE},
+        "taken_from": {name: share for name, share in fate.taken_from.items() if share >= _LEAST_SHARE},
+    }

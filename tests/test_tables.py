@@ -1,0 +1,744 @@
+"""Tables from run folders: what is read, what is left out and named, what is printed under which name."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+from made_up_runs import change_json, write_run
+from small_runs import quiet, small_config
+
+from incseg.cli import main
+from incseg.cli.settings import parse_run, usual_settings
+from incseg.engine.rundir import RunDir
+from incseg.experiment import train
+from incseg.files import write_array
+from incseg.methods import METHODS
+from incseg.presets import PRESETS
+from incseg.report.compare import average_orders, compare
+from incseg.report.published import PUBLISHED
+from incseg.report.tables import RunRecord, group, read_runs, shown_command, spread
+from incseg.report.writers import to_csv, to_latex, to_markdown
+from incseg.types import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read(*folders: Path, warned: list[str] | None = None) -> list[RunRecord]:
+    lines: list[str] = [] if warned is None else warned
+    records = read_runs(folders, usual_settings, lines.append)
+    assert warned is not None or lines == []
+    return records
+
+
+def fail(line: str) -> None:
+    raise AssertionError(line)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# --- reading -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_as_a_record(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs/a", (50.0, 20.0, 40.0, 30.0), seed=7)
+    (record,) = read(folder)
+    assert (record.dataset, record.task, record.setting, record.method) == ("voc", "15-1", "overlapped", "evidential")
+    assert (record.seed, record.options, record.preset) == (7, {}, "voc-laptop")
+    assert (record.base, record.new, record.all, record.inc, record.avg) == (50, 20, 40, 30, 45)
+    assert (record.seconds, record.commit, record.threads, record.finished) == (180, "abc1234", 1, True)
+    assert record.rules["name"] == "plop"
+    assert [row["index"] for row in record.rows] == [0, 1]
+    row = record.as_row()
+    schema = ["task", "setting", "method", "seed", "options", "base", "new", "all", "inc", "seconds"]
+    assert [key for key in row if key in schema] == schema
+    assert row["run"] == "runs/a"
+
+
+def test_options_are_what_differs_from_preset_and_method(tmp_path: Path) -> None:
+    settings = {
+        "method.balancing": "none",
+        "train.lr": 0.5,
+        "train.workers": 7,  # changes no figure
+        "eval.batch_size": 3,  # nor does this
+        "eval.size": 96,
+        "model.weights": "/somewhere/resnet101.pth",
+    }
+    (record,) = read(write_run(tmp_path / "a", settings=settings))
+    assert record.options == {
+        "balancing": "none", "train.lr": 0.5, "eval.size": 96, "model.weights": "resnet101.pth",
+    }  # fmt: skip
+
+
+def test_a_setting_that_older_versions_had_not_is_no_option(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config["data"]["holdout"], config["method"]["prior"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert read(folder)[0].options == {}
+
+
+def test_options_of_a_method_from_outside_are_all_shown_and_it_is_not_imported(tmp_path: Path) -> None:
+    (record,) = read(write_run(tmp_path / "a", method="no.such.module:Mine", settings={"method.strength": 2}))
+    assert (record.method, record.options) == ("no.such.module:Mine", {"strength": 2})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_usual_settings_are_those_of_the_command_line(preset: str) -> None:
+    data = {"voc": "voc", "ade": "ade20k"}.get(preset.split("-")[-1], "shapes")
+    for method in METHODS:
+        parsed = parse_run("incseg train", "", ["--preset", preset, "--method", method, "--data", data]).as_dict()
+        usual = usual_settings(parsed)
+        assert {**usual, "data": {**usual["data"], "name": data}} == parsed
+
+
+def test_folders_are_found_below_parents_and_counted_once(tmp_path: Path) -> None:
+    for name in ("b/two", "b/one", "a"):
+        write_run(tmp_path / "runs" / name)
+    write_run(tmp_path / "runs/b/one/nested")  # part of a run folder, not a run of its own
+    write_run(tmp_path / "runs/.hidden/x")
+    (tmp_path / "runs/link").symlink_to(tmp_path / "runs/a")
+    records = read(tmp_path / "runs/b/two", tmp_path / "runs", tmp_path / "runs/link")
+    assert [record.folder.name for record in records] == ["two", "a", "one"]
+
+
+def truncate(folder: Path) -> None:
+    text = (folder / "results.json").read_text()
+    (folder / "results.json").write_text(text[: len(text) // 2])
+
+
+def set_final(folder: Path, **changes: object) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    results["final"] |= changes
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def cut_rows(folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    change_json(folder / "results.json", steps=results["steps"][:1])
+
+
+def forget_a_class(folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    del results["steps"][1]["iou"]["cow"]
+    change_json(folder / "results.json", steps=results["steps"])
+
+
+def swap_rows(folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    change_json(folder / "results.json", steps=results["steps"][::-1])
+
+
+def foreign(folder: Path) -> None:
+    for file in folder.glob("*.json"):
+        file.unlink()
+    (folder / "config.yaml").write_text("site_name: not ours\n")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half-written results": (truncate, "results.json is damaged"),
+    "no config": (lambda f: (f / "config.yaml").unlink(), "it has no config.yaml"),
+    "config is no YAML": (lambda f: (f / "config.yaml").write_text("a: [1"), "no valid YAML"),
+    "config is a list": (lambda f: (f / "config.yaml").write_text("[1]"), "holds list, not settings"),
+    "method without name": (lambda f: (f / "config.yaml").write_text("method: {}"), "config.yaml lacks 'name'"),
+    "no protocol": (lambda f: (f / "protocol.json").unlink(), "protocol.json is missing"),
+    "protocol without steps": (lambda f: (f / "protocol.json").write_text("{}"), "protocol.json lacks 'steps'"),
+    "no environment": (lambda f: (f / "environment.json").unlink(), "environment.json is missing"),
+    "results are a list": (lambda f: (f / "results.json").write_text("[]"), "results.json lacks 'steps'"),
+    "a step is lacking": (cut_rows, "rows of 1 steps, and protocol.json has 2"),
+    "rows in another order": (swap_rows, "the row of step 0 is that of step 1"),
+    "a class is lacking": (forget_a_class, "the row of step 1 has no IoU of cow"),
+    "text for a figure": (lambda f: set_final(f, all="many"), "results.json holds 'many' as 'all'"),
+    "not a number": (lambda f: set_final(f, all=math.nan), "results.json holds nan as 'all'"),
+    "no final": (lambda f: change_json(f / "results.json", final=None), "results.json holds None as 'final'"),
+    "foreign": (foreign, "protocol.json is missing"),
+    "a folder for a file": (lambda f: ((f / "protocol.json").unlink(), (f / "protocol.json").mkdir()), "directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_named_and_left_out(name: str, tmp_path: Path) -> None:
+    spoil, expected = BROKEN[name]
+    spoil(write_run(tmp_path / "runs/broken"))
+    write_run(tmp_path / "runs/fine")
+    warned: list[str] = []
+    records = read(tmp_path / "runs", warned=warned)
+    assert [record.folder.name for record in records] == ["fine"]
+    (line,) = warned
+    assert line.startswith(f"{tmp_path}/runs/broken is left out: ")
+    assert expected in line
+    assert "\n" not in line
+
+
+def test_an_unknown_preset_is_named(tmp_path: Path) -> None:
+    warned: list[str] = []
+    assert read(write_run(tmp_path / "a", preset="voc-laptpo"), warned=warned) == []
+    assert "unknown preset 'voc-laptpo'; did you mean 'voc-laptop'?" in warned[0]
+
+
+def test_an_unfinished_run_tells_how_far_it_is(tmp_path: Path) -> None:
+    (record,) = read(write_run(tmp_path / "a", steps_done=1))
+    assert not record.finished
+    assert record.all is None
+    assert record.how_far == f"{tmp_path}/a is not finished (1 of 2 steps) and left out"
+    assert compare([record], True, fail) == []
+
+
+def test_missing_folders_and_empty_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent does not exist"):
+        read(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file"):
+        read(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    warned: list[str] = []
+    assert read(tmp_path / "empty", warned=warned) == []
+    assert warned == [f"{tmp_path}/empty holds no run folder"]
+
+
+# --- retests -------------------------------------------------------------------------------------------------
+
+
+def retest(folder: Path, figures: tuple[float, ...], step: int = 1, **options: object) -> Path:
+    row = json.loads((folder / f"steps/{step}/row.json").read_text())
+    row |= dict(zip(("base", "new", "all", "inc"), figures, strict=True))
+    del row["seconds"]
+    return RunDir(folder).write_retest(options, row, 12.5)
+
+
+def test_a_retest_is_a_record_of_its_own(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", settings={"method.balancing": "odds", "train.lr": 0.5})
+    file = retest(folder, (51, 21, 41, 31), balancing="none", prior=0.5)
+    assert file == folder / "retests/step1-balancing-none-prior-0.5.json"
+    retest(folder, (1, 2, 3, 4), balancing="ratio")
+    retest(folder, (1, 2, 3, 4), step=0, balancing="exact")  # of an earlier model: no table shows it
+    run, none, usual = read(folder)
+    assert run.retest is None
+    assert run.options == {"balancing": "odds", "train.lr": 0.5}
+    assert none.options == {"balancing": "none", "prior": 0.5, "train.lr": 0.5}
+    assert none.retest == {"balancing": "none", "prior": 0.5}
+    assert (none.base, none.new, none.all, none.inc, none.avg, none.seconds) == (51, 21, 41, 31, None, 12.5)
+    assert usual.options == {"train.lr": 0.5}
+
+
+def test_a_retest_of_a_model_that_is_no_more_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    file = retest(folder, (51, 21, 41, 31), balancing="none")
+    change_json(folder / "steps/1/row.json", seconds={"train": 61.0, "eval": 30.0})
+    (folder / "retests/half.json").write_text('{"step": 1')
+    warned: list[str] = []
+    assert len(read(folder, warned=warned)) == 1
+    assert "half.json is damaged" in warned[0]
+    assert warned[1].startswith(f"{file} is left out: its run was trained anew since")
+
+
+def test_eval_saves_a_retest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    train(small_config(folder, preset="shapes-quick", train={"epochs": 1}), quiet)
+    for argv, expected in (
+        (["--method.lambda_kd", "3"], "lambda_kd is none; allowed: balancing, decision, prior, threshold"),
+        (["--method.balancing", "ratio"], "than the run's own; give one: balancing"),
+        ([], "than the run's own; give one: balancing"),
+    ):
+        assert main(["eval", str(folder), "--save", *argv]) == 2
+        assert expected in capsys.readouterr().err
+    assert not (folder / "retests").exists()
+    assert main(["eval", str(folder), "--save", "--json", "--method.balancing", "none"]) == 0
+    shown = capsys.readouterr()
+    row = json.loads(shown.out)
+    assert f"kept in {folder}/retests/step2-balancing-none.json" in shown.err
+    run, again = read(folder)
+    assert again.options == {**run.options, "balancing": "none"}
+    assert (again.base, again.new, again.all, again.inc) == tuple(row[name] for name in ("base", "new", "all", "inc"))
+
+
+def test_eval_cannot_save_where_a_method_has_no_such_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", method="finetune")
+    assert main(["eval", str(folder), "--save"]) == 2
+    assert "finetune has none" in capsys.readouterr().err
+
+
+# --- over seeds ----------------------------------------------------------------------------------------------
+
+
+def test_spread() -> None:
+    found = spread([1.0, None, 4.0, 7.0])
+    assert found is not None
+    assert (found.mean, found.deviation, found.variance, found.seeds) == (4.0, 3.0, 9.0, 3)
+    one = spread([5.0])
+    assert one is not None
+    assert (one.mean, one.deviation, one.variance, one.seeds) == (5.0, None, None, 1)
+    assert spread([None]) is None
+
+
+def test_runs_are_grouped_over_seeds_only(tmp_path: Path) -> None:
+    for seed in (1337, 42):
+        write_run(tmp_path / f"runs/{seed}", seed=seed)
+    write_run(tmp_path / "runs/x", seed=2001, settings={"train.lr": 0.5})
+    write_run(tmp_path / "runs/y", seed=2001, rules="mib")
+    write_run(tmp_path / "runs/z", seed=2001, preset="paper-voc", settings={"method.balancing": "none"})
+    write_run(tmp_path / "runs/zz", seed=42)
+    warned: list[str] = []
+    groups = group(read(tmp_path / "runs"), warned.append)
+    assert sorted(one.seeds for one in groups) == [[42, 1337], [2001], [2001], [2001]]
+    assert warned == [
+        f"{tmp_path}/runs/zz is left out: the same settings and seed 42 as {tmp_path}/runs/42"
+    ]  # fmt: skip
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+GOLDEN = """\
+## shapes
+
+|  |  | 6-2 overlapped |  |  |  |
+|---|---:|---:|---:|---:|---:|
+| method | seeds | Base | New | All | Inc |
+| `finetune` | 1 | 5.0 | 6.0 | 5.5 | 5.6 |
+| `evidential` | 2 | **51.0 ± 1.4** | 20.0 ± 0.0 | **41.0 ± 1.4** | 30.0 ± 0.0 |
+| `evidential` (balancing none) | 1 | 50.0 | **21.0** | 40.0 | **31.0** |
+| `joint` | 1 | 70.0 | 50.0 | 60.0 | 55.0 |
+
+- Percent mIoU of the last model. ± is the standard deviation (n − 1) over seeds, var the variance, which is what the \
+paper prints after ±. A cell that was not run is empty.
+- Best in bold, among ours; not ranked: joint training.
+- Joint training has no setting, and its All is the same for every task.
+- Label rules: name plop, void_in_training ignore, unseen_at_test background, test_images seen, unlabelled_at_test \
+background.
+- 4 runs and 1 test with other inference options, 0.2 hours in all (a step taken from another run costs its test \
+only), 1 thread; commits COMMITS; incseg 0.1.0, torch 2.13, Python 3.11, Linux, 2 CPUs, device cpu.
+- Commands:
+
+```
+incseg train --data shapes --root VOC2012 --seed 42 --out joint
+incseg train --data shapes --root VOC2012 --seed 42 --out finetune
+incseg train --data shapes --root VOC2012 --seed 42 --out evidential-42    # also seeds 1337
+incseg eval evidential-42 --method.balancing none --save
+```
+"""
+
+
+def test_golden_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"dataset": "shapes", "task": "6-2"}
+    write_run(tmp_path / "runs/joint", (70, 50, 60, 55), method="joint", **shapes | {"setting": "joint"})
+    write_run(tmp_path / "runs/finetune", (5, 6, 5.5, 5.6), method="finetune", **shapes)
+    write_run(tmp_path / "runs/evidential-1337", (52, 20, 42, 30), seed=1337, **shapes)
+    folder = write_run(tmp_path / "runs/evidential-42", (50, 20, 40, 30), seed=42, **shapes)
+    monkeypatch.setattr("sys.argv", ["/bin/incseg", "eval", "evidential-42", "--method.balancing", "none", "--save"])
+    retest(folder, (50, 21, 40, 31), balancing="none")
+    records = read(tmp_path / "runs")
+    (table,) = compare(records, True, fail)
+    commits = ", ".join(sorted({record.commit for record in records}))
+    assert to_markdown(table) == GOLDEN.replace("COMMITS", commits)
+
+
+def test_pascal_in_the_papers_layout(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", task="15-5", setting="disjoint")
+    write_run(tmp_path / "runs/b", (52, 22, 42, 32), method="mib:Mine")
+    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    layout = [("15-5", "disjoint"), ("15-5", "overlapped"), ("15-1", "disjoint"), ("15-1", "overlapped")]
+    assert table.columns == layout
+    ours = {line.label: line for line in table.lines if not line.published}
+    assert set(ours["`evidential`"].cells) == {("15-5", "disjoint")}  # what was not run is not there
+    labels = [line.label for line in table.lines]
+    assert labels.index("`evidential`") == labels.index("Evidential (Holmquist, Klasén, Felsberg 2022)") + 1
+    published = {line.label: line for line in table.lines if line.published}
+    assert published["PLOP (Douillard 2021)"].cells[("15-1", "overlapped")]["all"].mean == 54.6
+    write_run(tmp_path / "runs/c", task="10-1")
+    (table,) = compare(read(tmp_path / "runs"), False, fail)
+    assert table.columns == [*layout, ("10-1", "overlapped")]
+    assert not any(line.published for line in table.lines)
+
+
+def test_best_is_bold_among_its_kind(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", (50.04, 20, 40, 30))
+    write_run(tmp_path / "runs/b", (50.0, 19, 40, 30), method="finetune")
+    write_run(tmp_path / "runs/c", (90, 90, 90, 90), method="joint", setting="joint")
+    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    column = ("15-1", "overlapped")
+    best = {line.label: [name for name in ("base", "new") if table.is_best(line, column, name)] for line in table.lines}
+    assert best["`evidential`"] == ["base", "new"]
+    assert best["`finetune`"] == ["base"]  # the same as printed
+    assert best["`joint`"] == []
+    assert best["RECALL, web (Maracani 2021)"] == []  # uses more data
+    assert best["Evidential (Holmquist, Klasén, Felsberg 2022)"] == ["base", "new"]
+    (alone,) = compare(read(tmp_path / "runs/a"), False, fail)
+    assert not alone.is_best(alone.lines[0], column, "base")
+
+
+def test_joint_fills_every_setting_and_only_all_of_other_tasks(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", (60, 50, 57, 55), task="15-5", setting="joint", method="joint")
+    write_run(tmp_path / "runs/b", (None, None, 57.5, None), task="15-5", setting="joint")
+    (table,) = compare(read(tmp_path / "runs"), False, fail)
+    joint = next(line for line in table.lines if line.label == "`joint`")
+    for setting in ("disjoint", "overlapped"):
+        assert {name: found.mean for name, found in joint.cells[("15-5", setting)].items()} == {
+            "base": 60, "new": 50, "all": 57, "inc": 55, "avg": 45,
+        }  # fmt: skip
+        assert {name: found.mean for name, found in joint.cells[("15-1", setting)].items()} == {"all": 57}
+    assert next(line for line in table.lines if line.label == "`evidential` (joint)").family == "joint"
+
+
+def test_fewer_seeds_in_a_cell_are_told(tmp_path: Path) -> None:
+    for seed in (42, 1337):
+        write_run(tmp_path / f"runs/{seed}", seed=seed)
+    write_run(tmp_path / "runs/one", task="15-5")
+    (table,) = compare(read(tmp_path / "runs"), False, fail)
+    (line,) = [line for line in to_markdown(table).splitlines() if line.startswith("| `evidential`")]
+    assert line.startswith("| `evidential` | 1–2 |")
+    assert "| 40.0 (n=1) |" in line
+    assert "| 40.0 ± 0.0 |" in line
+
+
+# What the papers themselves do not fit: their All is not that of their Base and New.
+UNEVEN = {"SDR+MiB (Michieli 2021)", "SDR (Michieli 2021)", "PLOP (Douillard 2021)"}
+
+
+def test_published_figures_fit_each_other() -> None:
+    """A slip of the finger shows: All is the mean over classes, and with two groups of classes Inc the mean of both."""
+    sizes = {"15": (16, 5), "100": (100, 50), "50": (50, 100)}
+    checked = 0
+    for row in PUBLISHED:
+        for (task, _), (base, new, all_, inc) in row.figures.items():
+            if base is None or new is None or all_ is None or inc is None:
+                continue
+            num_base, num_new = sizes[task.split("-")[0]]
+            expected = (num_base * base + num_new * new) / (num_base + num_new)
+            assert abs(all_ - expected) < (0.8 if row.label in UNEVEN else 0.16), (row.label, task)
+            if task in ("15-5", "100-50"):
+                assert abs(inc - (base + new) / 2) < 0.16, (row.label, task)
+            checked += 1
+    assert checked == 7 * 4 + 2 + 5 * 3
+
+
+# --- ADE20k --------------------------------------------------------------------------------------------------
+
+ADE = {
+    "dataset": "ade20k",
+    "setting": "pseudo-disjoint",
+    "rules": "mib",
+    "groups": [[f"class {i}" for i in range(100)], [f"class {i}" for i in range(100, 150)]],
+}
+
+
+def test_ade_is_the_mean_of_both_orders(tmp_path: Path) -> None:
+    for seed, shift in ((42, 0), (1337, 2)):
+        write_run(tmp_path / f"runs/a{seed}", (30 + shift, 20, 27, 25), task="100-50", seed=seed, **ADE)
+        write_run(tmp_path / f"runs/b{seed}", (34 + shift, 22, 29, 27), task="100-50", seed=seed, order="b", **ADE)
+    write_run(tmp_path / "runs/one", (10, 11, 12, 13), task="100-10", seed=42, **ADE)
+    write_run(tmp_path / "runs/other", (91, 92, 93, 94), task="100-50", **{**ADE, "setting": "overlapped"})
+    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    assert table.columns == [("100-50", ""), ("50-50", ""), ("100-10", "")]
+    ours = {line.label: line.cells for line in table.lines if not line.published}
+    assert set(ours) == {"`evidential`", "`evidential` (order a)", "`evidential` (overlapped, order a)"}
+    base = ours["`evidential`"][("100-50", "")]["base"]
+    assert (base.mean, base.seeds) == (33, 2)
+    assert base.deviation == pytest.approx(math.sqrt(2))
+    assert set(ours["`evidential` (order a)"]) == {("100-10", "")}
+    shown = to_markdown(table)
+    assert "| `evidential` | 2 | 33.0 ± 1.4 | 21.0 ± 0.0 |" in shown  # the others are not ranked, and alone is not best
+    assert "SSUL (overlapped, order a, collected)" in shown
+    assert "Label rules: name mib" in shown
+    row = next(line for line in to_latex(table).splitlines() if line.startswith(r"\texttt{evidential} &"))
+    assert row.count("&") == 1 + 3 * 4
+
+
+def test_orders_are_averaged_for_the_same_seed_only(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", task="100-50", seed=1, **ADE)
+    write_run(tmp_path / "runs/b", task="100-50", seed=2, order="b", **ADE)
+    assert [record.order for record in average_orders(read(tmp_path / "runs"))] == ["a", "b"]
+
+
+# --- writers -------------------------------------------------------------------------------------------------
+
+
+def test_latex_rows_are_complete_and_escaped(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", method="finetune")
+    write_run(tmp_path / "runs/b", settings={"method.lambda_kd": 5.0})
+    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    text = to_latex(table)
+    body = text[text.index(r"\hline") :].splitlines()[1:-1]
+    assert len(body) == len(table.lines)
+    assert {line.count(" & ") for line in body} == {1 + 4 * 4}
+    assert r"\texttt{evidential} (lambda\_kd 5.0)" in text
+    assert r"\textbf{53.6 (var 7.4)}" in text
+    assert r"\multicolumn{8}{c}{15-5} & \multicolumn{8}{c}{15-1}" in text
+    assert "% Label rules: name plop" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_csv_names_deviation_and_variance(tmp_path: Path) -> None:
+    for seed, base in ((1, 50.0), (2, 53.0)):
+        write_run(tmp_path / f"runs/{seed}", (base, None, 40, 30), seed=seed, settings={"method.balancing": "odds"})
+    rows = list(csv.DictReader(io.StringIO(to_csv(compare(read(tmp_path / "runs"), True, fail)))))
+    (mine,) = [row for row in rows if row["source"] == "incseg"]
+    assert (mine["method"], mine["options"], mine["seeds"]) == ("evidential", "balancing odds", "2")
+    assert (mine["base"], mine["base_standard_deviation"], mine["base_variance"]) == ("51.5", "2.121", "4.5")
+    assert (mine["new"], mine["new_variance"]) == ("", "")
+    theirs = [row for row in rows if row["method"].startswith("Evidential") and row["task"] == "15-5"]
+    assert [row["new_variance"] for row in theirs] == ["", "7.4"]
+    assert [row["new_standard_deviation"] for row in theirs] == ["", ""]
+
+
+def test_commands_tell_nothing_of_this_machine() -> None:
+    words = ["__main__.py", "train", "--root", "/data/VOC2012/", "--model.weights=../w/r.pth", "--task", "a b/c"]
+    assert shown_command(words) == "incseg train --root VOC2012 --model.weights=r.pth --task 'a b/c'"
+    assert shown_command(["incseg", "--out", "runs/x/y", "--lr", "-1"]) == "incseg --out runs/x/y --lr -1"
+
+
+# --- the command ---------------------------------------------------------------------------------------------
+
+
+def test_compare_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs/a")
+    assert main(["compare", "runs"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("## voc: ours beside the published\n")
+    assert main(["compare", "runs/a", "--published", "false", "--out", "new/table.md"]) == 0
+    assert capsys.readouterr().out == ""
+    assert "MiB" not in Path("new/table.md").read_text()
+    assert main(["compare", "runs", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    (row,) = data["rows"]
+    keys = {"task", "setting", "method", "seed", "options", "base", "new", "all", "inc", "seconds"}
+    assert keys <= row.keys()
+    assert (row["task"], row["all"], row["options"], row["seed"]) == ("15-1", 40.0, {}, 42)
+    assert data["summary"][0]["all"] == {"mean": 40.0, "standard_deviation": None, "variance": None, "seeds": 1}
+    assert str(tmp_path) not in json.dumps(data)
+    assert main(["compare", "runs", "--format", "latex"]) == 0
+    assert r"\begin{tabular}" in capsys.readouterr().out
+    assert main(["compare", "runs", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.startswith("dataset,source,method,options,task,setting,")
+
+
+def test_compare_makes_a_table_for_each_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", dataset="shapes", task="6-2")
+    assert main(["compare", "runs"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("## ")] == [
+        "## voc: ours beside the published", "## shapes",
+    ]  # fmt: skip
+
+
+def test_compare_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", steps_done=1, seed=7)
+    assert main(["compare", "runs"]) == 0
+    assert capsys.readouterr().err == "warning: runs/b is not finished (1 of 2 steps) and left out\n"
+    truncate(write_run(tmp_path / "runs/c", seed=8))
+    assert main(["compare", "runs"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("warning: runs/c is left out: ")
+    assert "| `evidential` | 1 |" in shown.out
+
+
+def test_compare_warns_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", rules="mib", preset="paper-voc")
+    write_run(tmp_path / "runs/c", settings={"data.holdout": 10})
+    assert main(["compare", "runs"]) == 0
+    shown = capsys.readouterr()
+    for what in (
+        "label rules stand in one table (mib, plop)",
+        "presets stand in one table (paper-voc, voc-laptop)",
+        "test images stand in one table (data.holdout 10, the test set)",
+    ):
+        assert f"warning: runs of different {what}" in shown.err
+        assert f"- **Warning**: runs of different {what}" in shown.out
+    assert "| `evidential` (preset paper-voc, rules mib) |" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "RUN"),
+        (["absent"], "absent does not exist; give run folders"),
+        (["empty"], "no finished run in empty"),
+        (["runs", "--fromat", "csv"], "did you mean --format?"),
+        (["runs", "--format", "html"], "invalid choice: 'html'"),
+        (["runs", "--published", "no"], "invalid choice: 'no'"),
+        (["unfinished"], "no finished run in unfinished"),
+    ],
+)
+def test_a_mistake_costs_one_line(
+    argv: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "unfinished/a", steps_done=0)
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    error = shown.err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert expected in error
+
+
+def test_the_overview_shows_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "\n  compare " in capsys.readouterr().out
+
+
+# --- pages of results/ ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results_script", ROOT / "scripts/results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two methods, two seeds, an ablation of both seeds, one without default, retests."""
+    runs = tmp_path / "runs/voc-laptop"
+    monkeypatch.setattr("sys.argv", ["incseg", "eval", "runs/voc-laptop/e42", "--save"])
+    for seed in (42, 1337):
+        extra = 2 * (seed == 1337)
+        folder = write_run(runs / f"e{seed}", (50, 20, 40 + extra, 30), seed=seed)
+        retest(folder, (50, 20, 41 + 2 * extra, 30), balancing="odds")
+        write_run(runs / f"f{seed}", (5, 2, 4, 3), seed=seed, method="finetune")
+        scope = {"method.scope": "seen", "train.lr": 0.5}
+        write_run(runs / f"ablations/scope-{seed}", (50, 20, 30 + extra, 29), seed=seed, settings=scope)
+    write_run(runs / "ablations/lonely", seed=7, settings={"method.lambda_kd": 5.0})
+    at_once = [["cat", "cow", "sheep"]]
+    write_run(runs / "j", (70, 60, 65, 66), seed=42, method="joint", setting="joint", groups=at_once)
+    write_run(runs / "unfinished", seed=9, steps_done=1)
+    return runs
+
+
+def test_results_are_written_from_folders_alone(
+    script: ModuleType, study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "warning: runs/voc-laptop/unfinished is not finished (1 of 2 steps) and left out\n"
+    out = Path("results/voc-laptop")
+    names = ["ablations", "classes", "main", "unknown"]
+    assert sorted(os.listdir(out)) == sorted(f"{name}.{kind}" for name in names for kind in ("md", "json"))
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert script.main(["runs/voc-laptop", "--out", "again"]) == 0
+    assert {file.name: file.read_bytes() for file in Path("again").iterdir()} == before
+    for name in names:
+        text = before[f"{name}.md"].decode()
+        assert "Label rules: name plop" in text
+        assert "commits " in text
+        assert "abc1234" in text
+        assert "hours in all" in text
+        assert "2 CPUs" in text
+        assert "Made by `python scripts/results.py runs/voc-laptop`" in text
+        assert "incseg train --data voc --root VOC2012 --seed 42" in text
+        assert str(study.parent) not in text + before[f"{name}.json"].decode()
+
+
+def test_the_main_page(script: ModuleType, study: Path) -> None:
+    script.main([])
+    text = Path("results/voc-laptop/main.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [
+        "| `finetune` | 2 | 5.0 ± 0.0 | 2.0 ± 0.0 | 4.0 ± 0.0 | 3.0 ± 0.0 | **45.0 ± 0.0** | 3 |",
+        "| `evidential` | 2 | **50.0 ± 0.0** | **20.0 ± 0.0** | **41.0 ± 1.4** | **30.0 ± 0.0** | **45.0 ± 0.0** | 3 |",
+        "| `joint` | 1 | 70.0 | 60.0 | 65.0 | 66.0 | 45.0 | 2 |",
+    ]
+    assert "| voc 15-1 overlapped | `evidential` | 2 | 0.00 | 0.00 | 2.00 | 0.00 | 0.00 |" in text
+    data = json.loads(Path("results/voc-laptop/main.json").read_text())
+    assert len(data["rows"]) == 5
+    assert not any(row["retest"] for row in data["rows"])
+    (mine,) = [one for one in data["summary"] if one["method"] == "evidential"]
+    assert mine["all"]["variance"] == 2.0
+
+
+def test_the_ablations_page(script: ModuleType, study: Path) -> None:
+    script.main([])
+    text = Path("results/voc-laptop/ablations.md").read_text()
+    trained, tested = text.split("## The same models, tested otherwise")
+    default = "| 2 | 50.0 ± 0.0 | 20.0 ± 0.0 | 41.0 ± 1.4 | 30.0 ± 0.0 |  |  |"
+    assert f"| default {default}" in trained
+    change = "scope increment → seen, train.lr 0.15 → 0.5"
+    figures = "| 2 | 50.0 ± 0.0 | 20.0 ± 0.0 | 31.0 ± 1.4 | 29.0 ± 0.0 | -10.0 ± 0.0 | -1.0 ± 0.0 |"
+    assert f"| {change} {figures}" in trained
+    lonely = "| lambda_kd 5.0 (no default run of this seed) | 1 | 50.0 | 20.0 | 40.0 | 30.0 |  |  |"
+    assert lonely in trained
+    assert f"| as trained {default}" in tested
+    again = (
+        "| balancing ratio → odds | 2 | 50.0 ± 0.0 | 20.0 ± 0.0 | 43.0 ± 2.8 | 30.0 ± 0.0 | +2.0 ± 1.4 | +0.0 ± 0.0 |"
+    )
+    assert again in tested
+    data = json.loads(Path("results/voc-laptop/ablations.json").read_text())
+    assert data["tested"][0]["all_difference"]["variance"] == pytest.approx(2.0)
+    assert {row["method"] for row in data["rows"]} == {"evidential"}
+
+
+def test_the_unknown_page(script: ModuleType, study: Path) -> None:
+    script.main([])
+    text = Path("results/voc-laptop/unknown.md").read_text()
+    assert "## voc 15-1 overlapped: unseen against true background, by 1 − P(background)" in text
+    assert "by the entropy of the probabilities" in text
+    assert text.count("| `evidential` | 2 | 0.500 / 0.250 / 0.500 |") == 4
+    assert "`joint`" not in text
+    rows = json.loads(Path("results/voc-laptop/unknown.json").read_text())["rows"]
+    assert {(row["against"], row["score"]) for row in rows} == {
+        ("background", "not_background"), ("background", "entropy"), ("seen", "uncertainty"), ("seen", "entropy"),
+    }  # fmt: skip
+
+
+def test_the_classes_page(script: ModuleType, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = np.array([[90, 10, 0], [20, 80, 0], [0, 0, 100]])  # background, cat, cow
+    last = np.array([[60, 0, 0, 40], [30, 50, 0, 20], [0, 0, 100, 0], [0, 50, 0, 50]])  # … and sheep
+    for seed in (42, 1337):
+        write_array(study / f"e{seed}/steps/0/confusion.npy", first)
+        write_array(study / f"e{seed}/steps/1/confusion.npy", last)
+    script.main([])
+    text = Path("results/voc-laptop/classes.md").read_text()
+    assert "| class | `finetune` | `evidential` | `joint` |" in text
+    assert "| cat | 5.0 → 15.0 | 5.0 → 15.0 | 5.0 → 5.0 |" in text
+    assert "| sheep | 15.0 → 15.0 | 15.0 → 15.0 | 5.0 → 5.0 |" in text  # when it was learnt is the end
+    mine = text.split("`evidential`: what is called by a new name")[1]
+    assert "| sheep | 1 | 50.0 | 45.5 | background 36.4, cat 18.2 |" in mine
+    assert "| cat | 80.0 → 50.0 | sheep 20.0, background 10.0 |" in mine
+    assert "| cow | 100.0 → 100.0 |  |" in mine
+    (study / "e42/steps/1/confusion.npy").write_bytes(b"\x93NUMPY")
+    write_array(study / "f42/steps/1/confusion.npy", np.eye(3, dtype=np.int64))
+    capsys.readouterr()
+    assert script.main([]) == 0
+    error = capsys.readouterr().err
+    assert "runs/voc-laptop/e42/steps/1/confusion.npy cannot be read" in error
+    assert "runs/voc-laptop/f42/steps/1/confusion.npy has shape (3, 3), not 4 × 4" in error
+
+
+def test_a_study_of_nothing_but_joint_training(script: ModuleType, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/x/j", (70, 60, 65, 66), method="joint", setting="joint", groups=[["cat", "cow"]])
+    assert script.main(["runs/x"]) == 0
+    assert "## voc 15-1 joint" in Path("results/x/main.md").read_text()
+    assert "No step of these runs had an unseen class" in Path("results/x/unknown.md").read_text()
+    assert "None was run." in Path("results/x/ablations.md").read_text()
+
+
+def test_a_study_that_is_not_there(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: runs/voc-laptop does not exist; train its runs first")
+    write_run(tmp_path / "runs/voc-laptop/a", steps_done=1)
+    assert script.main([]) == 2
+    assert "error: runs/voc-laptop holds no finished run yet" in capsys.readouterr().err
+    assert not Path("results").exists()
