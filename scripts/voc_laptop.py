@@ -8,6 +8,7 @@ use too is faster than one with two. `make results` writes the tables from the r
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SEEDS = (42, 1337, 2001)
-BALANCINGS = ("none", "paper", "exact", "odds")  # beside ratio, the default
+RETESTED = tuple(f"{task}-overlapped-evidential-s42" for task in ("15-1", "15-5", "10-1"))
+RETESTS: tuple[dict[str, str | float], ...] = (
+    *({"balancing": mode} for mode in ("none", "paper", "exact", "odds")),  # beside ratio, the default
+    *({"balancing": "odds", "prior": share} for share in (0.1, 0.2, 0.3, 0.5)),
+    {"decision": "hierarchical"},
+)
+"""Options of inference, tried on the last models of some runs: no training."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +115,31 @@ class Queue:
 def work(queue: Queue, root: str, threads: int) -> None:
     while (job := queue.take()) is not None:
         folder = queue.out / job.name
-        if (folder / "results.json").exists():
-            continue
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        command = ["train", "--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
-        log = folder.parent / f"{folder.name}.log"
-        with log.open("w") as stream:
-            code = subprocess.call(
-                [sys.executable, "-m", "incseg", *command, *job.options, "--out", str(folder)],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            )
-        print(f"{job.name}: {'done' if code == 0 else f'failed ({code}), see {log}'}", flush=True)
+        common = ["--root", root, "--threads", str(threads)]
+        if not (folder / "results.json").exists():
+            train = ["train", "--preset", "voc-laptop", "--data", "voc", *common, *job.options, "--out", str(folder)]
+            incseg(train, folder.with_suffix(".log"), threads)
+        if job.name in RETESTED and (folder / "results.json").exists():
+            for options in missing_retests(folder):
+                flags = [word for name, value in options.items() for word in (f"--method.{name}", str(value))]
+                incseg(["eval", str(folder), "--save", *common, *flags], folder.with_suffix(".retests.log"), threads)
+
+
+def missing_retests(folder: Path) -> list[dict[str, str | float]]:
+    kept = [json.loads(file.read_text())["options"] for file in (folder / "retests").glob("*.json")]
+    return [options for options in RETESTS if options not in kept]
+
+
+def incseg(command: list[str], log: Path, threads: int) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as stream:
+        code = subprocess.call(
+            [sys.executable, "-m", "incseg", *command],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+    print(f"{' '.join(command)}: {'done' if code == 0 else f'failed ({code}), see {log}'}", flush=True)
 
 
 def main() -> None:
