@@ -72,11 +72,8 @@ def study() -> Iterator[Run]:
         yield ablation(task, "method.scope", "seen")
         yield ablation(task, "method.kd_reduction", "sum")
         yield from (ablation(task, "method.lambda_kd", value) for value in ("1", "3"))
-    for task in ("10-1", "15-5", "15-1"):
-        yield ablation(task, "method.calibrate", "true")
     yield ablation("10-1", "train.frozen_later", "nothing")
     yield from (ablation("15-5", "method.rectifier", value, new_base=True) for value in ("relu", "exp"))
-    yield from (ablation("15-1", "method.reject", value) for value in ("1",))
     yield ablation("15-1", "train.frozen_later", "head")
     yield run("10-1", "disjoint")
     yield run("10-1", method="finetune")

@@ -84,7 +84,7 @@ def naive_losses(
     old_pixels = up(teacher).permute(0, 2, 3, 1).flatten(0, 2).tolist() if teacher is not None else None
     num_old = len(step.old)
     skipped = num_old if config.scope == "increment" else 0
-    new = kd_fg = kd_u = rejected = 0.0
+    new = kd_fg = kd_u = 0.0
     for index, (label, z) in enumerate(zip(labels, pixels, strict=True)):
         u, p = dirichlet(z[skipped:])
         if label == 0:
@@ -94,15 +94,10 @@ def naive_losses(
         if old_pixels is not None:
             u, p = dirichlet(z[:num_old])
             old_u, old_p = dirichlet(old_pixels[index])
-            if config.reject is not None and num_old < label < IGNORE:
-                rejected -= math.log(u)
-                continue
             kd_fg -= sum(q * math.log(s) for q, s in zip(old_p, p, strict=True))
             kd_u -= old_u * math.log(u) + (1 - old_u) * math.log(1 - u)
     terms = {"new": config.lambda_new * new / num_valid}
     if old_pixels is not None and config.lambda_kd > 0:
-        if config.reject is not None:
-            terms["reject"] = config.reject * rejected / num_valid
         terms["kd_fg"] = config.lambda_kd * kd_fg / len(labels) / (num_old if config.kd_reduction == "mean" else 1)
         terms["kd_u"] = config.lambda_kd * kd_u / len(labels)
     return terms
@@ -118,7 +113,6 @@ def naive_losses(
         {"foreground_weight": True},
         {"foreground_weight": True, "max_weight": 1.5, "scope": "seen"},
         {"lambda_new": 0.3, "lambda_kd": 2.0},
-        {"reject": 0.7},
         {"rectifier": "exp"},
         {"rectifier": "softplus"},
     ],
@@ -184,15 +178,6 @@ def test_distillation_is_content_with_the_teachers_own_scores() -> None:
     for name in ("kd_fg", "kd_u"):
         term = method().losses(batch, out, teacher, SECOND)[name]
         assert torch.allclose(gradient({name: term}, out), torch.zeros_like(out.logits), atol=1e-12)
-
-
-def test_rejecting_asks_nothing_else_where_nothing_is_new() -> None:
-    batch, out, teacher = example()
-    labels = torch.where(batch.labels == IGNORE, batch.labels, torch.zeros_like(batch.labels))
-    plain, rejecting = (
-        values(method(reject=reject).losses(make_batch(labels), out, teacher, SECOND)) for reject in (None, 1.0)
-    )
-    assert rejecting == {**plain, "reject": 0}
 
 
 def test_old_scores_are_distilled_on_void_too() -> None:

@@ -133,6 +133,8 @@ class Scene:
         self.model.zero_grad()
         torch.stack(list(losses.values())).sum().backward()
         for name, parameter in self.model.named_parameters():
+            if name.startswith("backbone.") and not parameter.requires_grad:
+                continue  # a method may freeze the encoder
             assert parameter.grad is not None, name
             assert parameter.grad.isfinite().all(), name
 

@@ -1,9 +1,11 @@
-"""Names that a user typed: refuse the unknown ones and say which was probably meant."""
+"""Names that a user typed: refuse the unknown ones and say which was probably meant; import what is the user's own."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 from incseg.types import UserError
 
@@ -27,3 +29,14 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
     left_out = len(allowed) - _MOST_NAMES_IN_AN_ERROR
     more = f" and {left_out} more" if left_out > 0 else ""
     return f"unknown {kind} '{name}'; {hint}Allowed: {listed}{more}"
+
+
+def import_named(kind: str, name: str, form: str) -> Any:
+    """What `package.module:name` leads to; `form` says how it should have been written."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{kind} '{name}' cannot be imported ({error}); write {form} and see that it is on PYTHONPATH"
+        ) from error

@@ -188,7 +188,15 @@ class Trainer:
         self.model.to(self.runtime.device).train()
         self.model.freeze(self.train.for_step(step.index)[2])
         context = StepContext(
-            step, self.model, teacher, lambda: self._plain_batches(step), self.runtime.mean, self._inputs
+            step=step,
+            model=self.model,
+            teacher=teacher,
+            batches=lambda: self._plain_batches(step),
+            mean=self.runtime.mean,
+            inputs=self._inputs,
+            total=self.runtime.sum,
+            share=self.runtime.share,
+            say=self.reporter.say,
         )
         self.method.begin_step(context)
         progress = self._fit(step, teacher)

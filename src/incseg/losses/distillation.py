@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from incseg.types import Output
+
 
 def output_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """−(1/|O|) Σ_{c∈O} softmax(z')_c · log softmax(z[O])_c, O the teacher's outputs: mean over all pixels (LwF).
@@ -67,6 +69,14 @@ def local_pod(
         )
     distances = [_pod_distance(x, t, scales) for x, t in zip(features, teacher_features, strict=True)]
     return torch.stack([distance.mean() for distance in distances]).mean()
+
+
+def trained_maps(out: Output, teacher: Output) -> tuple[list[Tensor], list[Tensor]]:
+    """The maps that training can part from the teacher's, and the teacher's: stages of a backbone that is not frozen
+    (with kept features there are none), and what the classifiers read."""
+    pairs = [(own, old) for own, old in zip(out.stages, teacher.stages, strict=True) if own.requires_grad]
+    pairs.append((out.embedding, teacher.embedding))
+    return [own for own, _ in pairs], [old for _, old in pairs]
 
 
 def _pod_distance(x: Tensor, teacher: Tensor, scales: Sequence[int]) -> Tensor:

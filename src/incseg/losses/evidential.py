@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.names import require_known
-from incseg.types import IGNORE, UserError
+from incseg.types import BACKGROUND, IGNORE, UserError
 
 Rectifier = Literal["exp_sigmoid", "exp", "relu", "softplus"]
 Balancing = Literal["none", "paper", "ratio", "exact", "odds"]
@@ -149,6 +149,26 @@ def evidential_cross_entropy(
         -torch.where(is_foreground, foreground, zero),
         -torch.where(is_background, d.log_uncertainty, zero),
     )
+
+
+def increments_cross_entropy(
+    logits: Tensor, labels: Tensor, sizes: Sequence[int], rectifier: Rectifier = "exp_sigmoid"
+) -> Tensor:
+    """Σ_k −log p_y^(k) per pixel, increment k's Dirichlet over its own sizes[k] classes only: what each of them was
+    trained by. A class of another increment is background to it, so that one term is −log p_y, the others −log u.
+
+    logits (B, N, …) with N = Σ sizes; labels (B, …) with 0 background, 1..N, 255 ignored. With one increment it is the
+    sum of both parts of `evidential_cross_entropy`.
+    """
+    total, first = logits.new_zeros(labels.shape), 0
+    for size, part in zip(sizes, logits.split(list(sizes), 1), strict=True):
+        own = (labels > first) & (labels <= first + size)
+        of_own = torch.where(own, labels - first, BACKGROUND)
+        of_own = torch.where(labels == IGNORE, labels, of_own)
+        foreground, background = evidential_cross_entropy(part, of_own, rectifier)
+        total = total + foreground + background
+        first += size
+    return total
 
 
 def distill_foreground(student: Dirichlet, teacher: Dirichlet) -> Tensor:

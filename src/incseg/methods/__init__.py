@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -15,7 +14,8 @@ from incseg.methods.lwf import LwF
 from incseg.methods.lwf_mc import LwFMC
 from incseg.methods.mib import MiB
 from incseg.methods.plop import PLOP
-from incseg.names import unknown
+from incseg.methods.recall import Recall
+from incseg.names import import_named, unknown
 from incseg.types import UserError
 
 METHODS: dict[str, type[Method]] = {
@@ -27,6 +27,7 @@ METHODS: dict[str, type[Method]] = {
     "ilt": ILT,
     "mib": MiB,
     "plop": PLOP,
+    "recall": Recall,
 }
 
 
@@ -50,13 +51,7 @@ def build_method(settings: dict[str, Any]) -> Method:
 
 
 def _import_method(name: str) -> type[Method]:
-    module_name, _, class_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"method '{name}' cannot be imported ({error}); write package.module:Class and see that it is on PYTHONPATH"
-        ) from error
+    found = import_named("method", name, "package.module:Class")
     if not (inspect.isclass(found) and issubclass(found, Method)):
         raise UserError(f"method '{name}' is no subclass of incseg.methods.base.Method; derive it from that class")
     return found

@@ -22,6 +22,10 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _unheard(text: str) -> None:
+    pass
+
+
 @dataclass
 class StepContext:
     """What the hooks at the ends of a step may look at.
@@ -30,6 +34,9 @@ class StepContext:
     teacher:  the frozen model of the step before, None in step 0.
     batches:  one pass over the step's training images without augmentation, in order; the same in every process.
     mean:     of a tensor over the processes of the run.
+    total:    the sum over them.
+    share:    this process's part of a list; the parts of all make up the whole.
+    say:      a line to the user.
     inputs:   photographs from elsewhere as this run's model takes them: normalised, or through a kept backbone.
     """
 
@@ -39,6 +46,9 @@ class StepContext:
     batches: Callable[[], Iterable[Batch]]
     mean: Callable[[Tensor], Tensor] = _as_it_is
     inputs: Callable[[Sequence[Image.Image]], Inputs] | None = None
+    total: Callable[[Tensor], Tensor] = _as_it_is
+    share: Callable[[Sequence[int]], list[int]] = list
+    say: Callable[[str], None] = _unheard
 
 
 class Method(ABC):

@@ -9,18 +9,24 @@ Training is `L_new + λ_KD·(L_KD-fg + L_KD-u)`: `evidential_cross_entropy` over
 (`balance`, `odds_log_probabilities`) and decides. Where ours departs from the print: the sign of L_KD-u, whose
 printed form is minimal at u = 1 for every teacher; L_KD-fg divided by the number of old classes, as in MiB, from
 where the weight 10 comes (`kd_reduction: sum` sets it back); balancing by `ratio`, not none (VOC) or `paper` (ADE).
+
+Three pieces of other methods can be added to the later steps: pseudo-labels where the teacher's u is low
+(`_sure_labels`), local POD on the feature maps (`local_pod`, PLOP), and replay of photographs of old classes (`Replay`,
+RECALL), which are background to the new classes and go through distillation and pseudo-labels like all background.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from incseg.losses.distillation import local_pod, trained_maps
 from incseg.losses.evidential import (
     Balancing,
     Rectifier,
@@ -31,18 +37,22 @@ from incseg.losses.evidential import (
     evidential_cross_entropy,
     evidential_labels,
     foreground_background_weights,
+    increments_cross_entropy,
 )
+from incseg.losses.labels import painted, shifted
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods.base import Method, StepContext
-from incseg.methods.calibration import calibrate
+from incseg.methods.replay import open_replay
 from incseg.protocol import Step
-from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction
+from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction, UserError
 
 
 class Evidential(Method):
     background_output = False
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
-    later_options = frozenset({"scope", "lambda_kd", "kd_reduction", "reject", "calibrate"})
+    later_options = frozenset(
+        {"scope", "lambda_kd", "kd_reduction", "pseudo_labels", "pod", "replay", "generator", "replay_images"}
+    )
 
     @dataclass
     class Config:
@@ -54,13 +64,18 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
-            reject: at pixels labelled as a new class, teach the old classes with this weight that it is none of them,
-                instead of what the teacher, who did not know it, took it for; empty distils there as everywhere.
-            calibrate: after a later step, move the thresholds of its classes to where they serve best if its classes
-                are as rare as the steps' numbers of images say; see methods/calibration.py.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
             max_weight: limit of that weight.
+            pseudo_labels: background pixels whose u by the teacher is below this (such as 0.3) are labelled with its
+                class; empty for none.
+            pod: weight of local POD between the feature maps of model and teacher, as in PLOP (0.01 there); empty for
+                none.
+            replay: folder with a folder of unlabelled images for each class, named by the class; as many of old
+                classes as there are images in a batch are added to it.
+            generator: package.module:callable that makes them instead, called as generator(class_name, count, seed)
+                and returning Pillow images.
+            replay_images: the most images of a class; empty for 100.
             balancing: how increments of different size are compared at inference.
             prior: with odds, the share of log(n_t / Σn) added to the scores of step t, n_t its training images.
             decision: argmax of the probabilities, or hierarchical, foreground where u < threshold, then the class.
@@ -72,16 +87,43 @@ class Evidential(Method):
         lambda_new: float = 1.0
         lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
         kd_reduction: Literal["mean", "sum"] = "mean"
-        reject: float | None = None
-        calibrate: bool = False
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
+        pseudo_labels: float | None = None
+        pod: float | None = None
+        replay: str | None = None
+        generator: str | None = None
+        replay_images: int | None = None
         balancing: Balancing = "ratio"
         prior: float = 0.0
         decision: Literal["argmax", "hierarchical"] = "argmax"
         threshold: float = 0.5
 
+        def __post_init__(self) -> None:
+            if self.pseudo_labels is not None and not 0 < self.pseudo_labels <= 1:
+                raise UserError(f"pseudo_labels is {self.pseudo_labels}; give a limit of u above 0 and up to 1")
+            if self.pod is not None and self.pod < 0:
+                raise UserError(f"pod is {self.pod}; give a weight from 0")
+            if (self.replay or self.generator) and self.scope == "seen" and self.pseudo_labels is None:
+                raise UserError(
+                    "replay with scope seen would teach that old objects are background; set scope increment, or "
+                    "pseudo_labels such as 0.3"
+                )
+
     config: Config
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._replay = open_replay(self.config.replay, self.config.generator, self.config.replay_images)
+        self._old_sizes: tuple[int, ...] = ()
+
+    def begin_step(self, context: StepContext) -> None:
+        self._old_sizes = tuple(len(increment.classes) for increment in context.model.increments[:-1])
+        if self._replay is not None:
+            self._replay.begin_step(context)
+
+    def extend(self, batch: Batch) -> Batch:
+        return batch if self._replay is None else self._replay.extend(batch)
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
         config = self.config
@@ -93,28 +135,43 @@ class Evidential(Method):
         fg_divisor = num_old if config.kd_reduction == "mean" else 1
 
         def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
+            sure = self._sure_labels(labels, teacher_logits)
+            if sure is not None and config.scope == "seen":
+                labels = painted(labels, sure)
             foreground, background = evidential_cross_entropy(
-                logits[:, skipped:], _shift(labels, skipped), config.rectifier
+                logits[:, skipped:], shifted(labels, skipped), config.rectifier
             )
             terms = {"new": foreground_scale * foreground.sum() + background_scale * background.sum()}
-            if teacher_logits is not None:
+            if sure is not None and config.scope == "increment":
+                old_labels = torch.where(sure == BACKGROUND, IGNORE, sure)
+                again = increments_cross_entropy(logits[:, :num_old], old_labels, self._old_sizes, config.rectifier)
+                terms["pseudo"] = again.sum() * (config.lambda_new / batch.valid_pixels)
+            if teacher_logits is not None and distills:
                 student = dirichlet(logits[:, :num_old], config.rectifier)
                 old = dirichlet(teacher_logits, config.rectifier)
-                foreground, uncertainty = distill_foreground(student, old), distill_uncertainty(student, old)
-                if config.reject is not None:
-                    is_new = (labels > num_old) & (labels != IGNORE)
-                    foreground = torch.where(is_new, 0.0, foreground)
-                    uncertainty = torch.where(is_new, 0.0, uncertainty)
-                    terms["reject"] = -(student.log_uncertainty * is_new).sum() * (config.reject / batch.valid_pixels)
-                terms["kd_fg"] = foreground.sum() * (kd_scale / fg_divisor)
-                terms["kd_u"] = uncertainty.sum() * kd_scale
+                terms["kd_fg"] = distill_foreground(student, old).sum() * (kd_scale / fg_divisor)
+                terms["kd_u"] = distill_uncertainty(student, old).sum() * kd_scale
             return terms
 
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distills else None)
+        asked = distills or config.pseudo_labels is not None
+        terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and asked else None)
+        if teacher is not None and config.pod:
+            terms["pod"] = (
+                config.pod * math.sqrt(len(step.seen) / len(step.new)) * local_pod(*trained_maps(out, teacher))
+            )
+        return terms
 
-    def end_step(self, context: StepContext) -> None:
-        if self.config.calibrate and context.step.index:
-            calibrate(context, self.config.rectifier)
+    def _sure_labels(self, labels: Tensor, teacher_logits: Tensor | None) -> Tensor | None:
+        """The teacher's class at background pixels where its u is below the limit, elsewhere background.
+
+        With scope increment the evidence is balanced by `ratio`, so that (1−u)/u = Σ_k (1−u_k)/u_k over the old
+        increments: a class says the same however many came after it. With scope seen they were trained as one.
+        """
+        if teacher_logits is None or self.config.pseudo_labels is None:
+            return None
+        sizes = self._old_sizes if self.config.scope == "increment" else (teacher_logits.shape[1],)
+        found = evidential_labels(teacher_logits, sizes, "ratio", self.config.rectifier, self.config.pseudo_labels)
+        return torch.where(labels == BACKGROUND, found.to(labels.dtype), BACKGROUND)
 
     def _pixel_scales(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """What a foreground and a background pixel of L_new count: λ over the pixels, times their weight."""
@@ -147,10 +204,18 @@ class Evidential(Method):
             labels = torch.where(probabilities()[:, 0] < threshold, strongest, torch.zeros_like(strongest))
         return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
 
+    def recipe(self, step: int) -> dict[str, Any]:
+        recipe = super().recipe(step)
+        return recipe if self._replay is None else self._replay.in_recipe(recipe)
 
-def _shift(labels: Tensor, skipped: int) -> Tensor:
-    """Learnt labels → labels of a scope that leaves out the first `skipped` classes."""
-    if skipped == 0:
-        return labels
-    keep = (labels == BACKGROUND) | (labels == IGNORE)
-    return torch.where(keep, labels, labels - skipped)
+    def state(self) -> dict[str, Tensor]:
+        state = {} if self._replay is None else self._replay.state()
+        if self.config.pseudo_labels is not None:
+            state["old_sizes"] = torch.tensor(self._old_sizes, dtype=torch.int64)
+        return state
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        if self._replay is not None:
+            self._replay.load_state(state)
+        if "old_sizes" in state:
+            self._old_sizes = tuple(state["old_sizes"].tolist())

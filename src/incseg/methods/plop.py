@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from incseg.losses.background import fold_new_into_background
-from incseg.losses.distillation import local_pod
+from incseg.losses.distillation import local_pod, trained_maps
 from incseg.losses.pixelwise import pixelwise, row_strips
 from incseg.losses.softmax import cross_entropy_per_image, softmax_prediction
 from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
@@ -82,9 +82,7 @@ class PLOP(Method):
         growth = math.sqrt(len(step.seen) / len(step.new))
         terms = {}
         if self.config.lambda_pod > 0:
-            trained = [pair for pair in zip(out.stages, teacher.stages, strict=True) if pair[0].requires_grad]
-            maps, teacher_maps = zip(*trained, (out.embedding, teacher.embedding), strict=True)
-            terms["pod"] = self.config.lambda_pod * growth * local_pod(maps, teacher_maps)
+            terms["pod"] = self.config.lambda_pod * growth * local_pod(*trained_maps(out, teacher))
         if self.config.lambda_pod_logits > 0:
             logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
             folded = fold_new_into_background(logits, teacher.logits.shape[1])

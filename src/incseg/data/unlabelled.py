@@ -1,0 +1,124 @@
+"""Photographs of a class from elsewhere, without masks: a folder of images for each class, or a generator."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from incseg.data.files import PairFiles, PathLike, as_rgb, read_image
+from incseg.data.folder import IMAGE_SUFFIXES
+from incseg.names import import_named
+from incseg.types import UserError
+
+Picture = Callable[[], Image.Image]
+"""Gives an RGB image when it is needed."""
+
+
+class Unlabelled(ABC):
+    """Where photographs of a class come from."""
+
+    @abstractmethod
+    def require(self, names: Sequence[str]) -> None:
+        """Raise a UserError unless there is something for every class; no image is read or made yet."""
+
+    @abstractmethod
+    def pictures(self, name: str, most: int, seed: int) -> list[Picture]:
+        """At least one and at most `most` photographs of a class, the same for the same seed."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes with the photographs, as far as that can be known."""
+
+
+class ImageFolders(Unlabelled):
+    """root/CLASS/*.jpg and the like: one folder per class, named by the class as the dataset spells it.
+
+    Where a folder has more than are wanted, they are taken evenly from its sorted names.
+    """
+
+    def __init__(self, root: PathLike) -> None:
+        self.root = Path(root).expanduser()
+
+    def require(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._files(name)
+
+    def pictures(self, name: str, most: int, seed: int) -> list[Picture]:
+        files = self._files(name)
+        chosen = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
+        return [partial(read_image, files[i]) for i in chosen]
+
+    def fingerprint(self) -> str:
+        """Over the names and bytes of all images, so that a copy of the folders is the same."""
+        digest = hashlib.sha256()
+        for name in self._classes():
+            files = tuple(self._files(name))
+            content = PairFiles((), files, ()).fingerprint()
+            digest.update(f"{name}\t{content}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def _classes(self) -> list[str]:
+        if not self.root.is_dir():
+            raise UserError(f"no folder '{self.root}' to replay from; give one that has a folder of images per class")
+        return sorted(folder.name for folder in self.root.iterdir() if folder.is_dir() and folder.name[0] != ".")
+
+    def _files(self, name: str) -> list[Path]:
+        folder = self.root / name
+        if not folder.is_dir():
+            there = self._classes()
+            listed = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
+            raise UserError(
+                f"'{self.root}' has no folder for the class '{name}', but {listed or 'none at all'}; make one folder "
+                "of images per class, named as the dataset spells it"
+            )
+        files = sorted(f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.name[0] != ".")
+        if not files:
+            raise UserError(f"'{folder}' has no image; put some of type {', '.join(IMAGE_SUFFIXES)} directly into it")
+        return files
+
+
+class Generator(Unlabelled):
+    """A callable of the user's own, `package.module:callable`, imported when it is first needed.
+
+    It is called as generator(class_name, count, seed), with the class as the dataset spells it, and returns `count`
+    Pillow images (a few less are taken as they are), the same ones for the same arguments.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def require(self, names: Sequence[str]) -> None:
+        self._callable()
+
+    def pictures(self, name: str, most: int, seed: int) -> list[Picture]:
+        made = list(self._callable()(name, most, seed))[:most]
+        if not made or not all(isinstance(image, Image.Image) for image in made):
+            raise UserError(
+                f"generator '{self.name}' gave {_kinds(made)} for the class '{name}'; it must return a list of "
+                f"{most} Pillow images"
+            )
+        return [partial(as_rgb, image) for image in made]
+
+    def fingerprint(self) -> str:
+        """Its name: what it would make cannot be known beforehand."""
+        return self.name
+
+    def _callable(self) -> Callable[[str, int, int], Sequence[Any]]:
+        found = import_named("generator", self.name, "package.module:callable")
+        if not callable(found):
+            raise UserError(
+                f"generator '{self.name}' is {type(found).__name__}, not callable; give a function of "
+                "(class_name, count, seed) that returns Pillow images"
+            )
+        return found
+
+
+def _kinds(made: Sequence[Any]) -> str:
+    return " and ".join(sorted({type(item).__name__ for item in made})) or "nothing"

@@ -1,0 +1,185 @@
+"""RECALL (Maracani, Michieli, Toldo, Zanuttigh, 2021): old classes come back as photographs from elsewhere.
+
+Photographs of old classes, from the web or from a generator, are labelled by a helper decoder that was trained when
+the class was learnt, and mixed 1:1 with the new data. Background of both is in-painted by the model of the step
+before, so that old objects in it are not unlearnt. The encoder is frozen after step 0, so that helpers stay valid.
+
+Formulas: y' = y where y is no background, else arg-max of the teacher (`painted`); −log softmax(z)_y' over both kinds
+of images (`cross_entropy_sum`); labels of a photograph: arg-max of its helper (`Replay`, `fit_helper`).
+Where ours departs: the helper of step 0 is the decoder of step 0 itself, which learnt just that, so that the base is
+shared with other methods; later helpers begin from the step's own decoder, with its norm statistics, and are tuned for
+a few epochs; photographs are shown without augmentation. Without replay, in-painting and the frozen encoder are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from incseg.losses.labels import painted, shifted
+from incseg.losses.pixelwise import pixelwise
+from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
+from incseg.methods.replay import open_replay
+from incseg.models.segmenter import Segmenter
+from incseg.protocol import Step
+from incseg.types import Batch, Increment, Inputs, Output, Prediction, UserError
+
+_ENCODER = "backbone."
+
+
+class Recall(Method):
+    background_output = True
+    first_step = CROSS_ENTROPY
+
+    @dataclass
+    class Config:
+        """Options of RECALL.
+
+        Args:
+            replay: folder with a folder of unlabelled images for each class, named by the class (RECALL, web).
+            generator: package.module:callable that makes them instead, called as generator(class_name, count, seed)
+                and returning Pillow images (RECALL, GAN).
+            replay_images: the most images of a class; empty for 100.
+            helper_epochs: passes over a step's images that train its helper decoder.
+            helper_lr: learning rate of the helper decoders, falling to zero linearly.
+        """
+
+        replay: str | None = None
+        generator: str | None = None
+        replay_images: int | None = None
+        helper_epochs: int = 4
+        helper_lr: float = 0.01
+
+        def __post_init__(self) -> None:
+            if self.helper_epochs < 0 or self.helper_lr < 0:
+                raise UserError(
+                    f"helper_epochs is {self.helper_epochs} and helper_lr {self.helper_lr}; both must be at least 0"
+                )
+
+    config: Config
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._replay = open_replay(self.config.replay, self.config.generator, self.config.replay_images)
+        self._helpers: dict[int, dict[str, Tensor]] = {}
+
+    def begin_step(self, context: StepContext) -> None:
+        teacher = context.teacher
+        if teacher is not None:
+            context.model.backbone.eval().requires_grad_(False)
+        if self._replay is None:
+            if teacher is not None:
+                context.say("recall has nothing to replay: in-painting only; give --method.replay or .generator")
+            return
+        if teacher is None:
+            self._helpers = {}
+            return self._replay.begin_step(context)
+        if context.step.index == 1:
+            self._helpers[0] = decoder_tensors(teacher)
+        helpers = [
+            build_helper(teacher, increment, self._helpers[number])
+            for number, increment in enumerate(teacher.increments)
+        ]
+
+        def scores(number: int, inputs: Inputs) -> Tensor:
+            return helpers[number](inputs).logits
+
+        self._replay.begin_step(context, scores)
+
+    def extend(self, batch: Batch) -> Batch:
+        return batch if self._replay is None else self._replay.extend(batch)
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
+            if teacher_logits is not None:
+                labels = painted(labels, softmax_prediction(teacher_logits).labels)
+            return {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
+
+        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher else None)
+
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        return softmax_prediction(logits)
+
+    def end_step(self, context: StepContext) -> None:
+        if self._replay is not None and context.step.index > 0:
+            helper = fit_helper(context, self.config.helper_epochs, self.config.helper_lr)
+            self._helpers[context.step.index] = decoder_tensors(helper)
+
+    def recipe(self, step: int) -> dict[str, Any]:
+        recipe = super().recipe(step)
+        return recipe if self._replay is None else self._replay.in_recipe(recipe)
+
+    def state(self) -> dict[str, Tensor]:
+        if self._replay is None:
+            return {}
+        kept = {f"helper.{n}.{name}": t for n, tensors in self._helpers.items() for name, t in tensors.items()}
+        return {**kept, **self._replay.state()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self._helpers = {}
+        for key, tensor in state.items():
+            kind, _, rest = key.partition(".")
+            if kind == "helper":
+                number, _, name = rest.partition(".")
+                self._helpers.setdefault(int(number), {})[name] = tensor
+        if self._replay is not None:
+            self._replay.load_state(state)
+
+
+def decoder_tensors(model: Segmenter) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers but the encoder's."""
+    return {name: t.clone() for name, t in model.state_dict().items() if not name.startswith(_ENCODER)}
+
+
+def build_helper(model: Segmenter, increment: Increment, tensors: dict[str, Tensor]) -> Segmenter:
+    """The helper decoder of an increment on the encoder of `model`."""
+    helper = _own_decoder(model, increment)
+    helper.load_state_dict(tensors, strict=False)
+    return helper
+
+
+def fit_helper(context: StepContext, epochs: int, lr: float) -> Segmenter:
+    """A decoder of its own for background and the classes of a later step, trained on the step's images as they are.
+
+    The encoder and the statistics of all norms stay. It begins from the model's decoder, whose rows for background
+    and the new classes are its classifier: with 0 epochs it is the model restricted to them.
+    """
+    model, skipped = context.model, len(context.step.old)
+    helper = _own_decoder(model, model.increments[-1])
+    first, last = model.classifiers[0], model.classifiers[-1]
+    for name, own in helper.classifiers[0].named_parameters():
+        own.data.copy_(torch.cat([first.get_parameter(name)[:1], last.get_parameter(name)]).detach())
+    parameters = [p for name, p in helper.named_parameters() if not name.startswith(_ENCODER)]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    # momentum and decay of the recipe that trains the model itself (FIELD.md section 2)
+    optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    for epoch in range(epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - epoch / epochs)
+        for batch in context.batches():
+            optimizer.zero_grad(set_to_none=True)
+            _helper_loss(helper(batch.inputs), batch, skipped).backward()
+            optimizer.step()
+    return helper
+
+
+def _helper_loss(out: Output, batch: Batch, skipped: int) -> Tensor:
+    def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
+        return {"ce": cross_entropy_sum(logits, shifted(labels, skipped)) / batch.valid_pixels}
+
+    return pixelwise(strip, out.logits, batch.labels)["ce"]
+
+
+def _own_decoder(model: Segmenter, increment: Increment) -> Segmenter:
+    """A frozen copy of `model` in evaluation mode with one classifier, of an increment, on the same encoder."""
+    helper = model.frozen_copy()
+    helper.backbone = model.backbone
+    helper.classifiers, helper.increments = nn.ModuleList(), []
+    helper.grow(increment)
+    return helper

@@ -1,0 +1,190 @@
+"""Replay: photographs of old classes from elsewhere, as many in each batch as the step's own images.
+
+The photographs have no masks. A method may give scores for background and the classes of the increment that a
+photograph was asked for, whose arg-max becomes its labels; without scores every pixel is labelled background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from incseg.data.unlabelled import Generator, ImageFolders, Picture, Unlabelled
+from incseg.losses.pixelwise import row_strips
+from incseg.methods.base import StepContext
+from incseg.types import BACKGROUND, Batch, Inputs, UserError
+
+PER_CLASS = 100
+"""Photographs of a class, where nothing else is said."""
+_AT_ONCE = 16
+_HALF_MAX = 65504.0
+
+Scores = Callable[[int, Inputs], Tensor]
+"""(number of the increment, inputs) → (B, 1 + classes of that increment, h, w), background first."""
+
+
+@dataclass(frozen=True)
+class _Photograph:
+    """One image of the pool.
+
+    features: what the head reads of it, half precision, where the run's inputs are features; else it is read anew.
+    scores:   (1 + K, h, w) half precision, or None for background everywhere.
+    first:    how many classes were learnt before the increment that the scores speak of.
+    """
+
+    picture: Picture
+    features: tuple[Tensor, ...] | None
+    scores: Tensor | None
+    first: int
+
+    def labels(self, size: tuple[int, int]) -> Tensor:
+        """(H, W) uint8 learnt labels: the arg-max of the scores upsampled to `size`."""
+        if self.scores is None:
+            return torch.full(size, BACKGROUND, dtype=torch.uint8)
+        strips = [strip.max(1).indices[0] for _, strip in row_strips(self.scores[None], size)]
+        found = torch.cat(strips)
+        return torch.where(found == BACKGROUND, found, found + self.first).to(torch.uint8)
+
+    def memory(self) -> int:
+        kept = [*(self.features or ()), *([] if self.scores is None else [self.scores])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def open_replay(folder: str | None, generator: str | None, per_class: int | None) -> Replay | None:
+    """Replay from what the user named, or None; nothing is read or imported yet."""
+    if folder is not None and generator is not None:
+        raise UserError(f"replay is '{folder}' and generator '{generator}'; give one of the two")
+    if per_class is not None and per_class < 1:
+        raise UserError(f"replay_images is {per_class}; give the most images of a class, at least 1")
+    if folder is None and generator is None:
+        return None
+    source = ImageFolders(folder) if folder is not None else Generator(str(generator))
+    return Replay(source, per_class or PER_CLASS)
+
+
+class Replay:
+    """A pool of photographs of all old classes, filled when a step begins, and the order in which they are drawn.
+
+    Every class has the same share: one with fewer photographs shows them more often. The pool is gone through in a
+    permutation after the other, made of the run's seed and the step; how many were drawn is the state, so that an
+    interrupted step goes on with the same ones. With several processes each takes its share of the same global draw,
+    as of the step's own images. The photographs are shown as the test would show them, not mirrored.
+
+    Memory: with cached features 2 bytes a value (170 KB an image at 224 pixels with EfficientNet-Lite0) in every
+    process; otherwise files are read again each time, and generated images are kept as they came.
+    """
+
+    _context: StepContext
+
+    def __init__(self, source: Unlabelled, per_class: int) -> None:
+        self._source, self._per_class = source, per_class
+        self._pool: list[_Photograph] = []
+        self._order: list[int] = []
+        self._seed = 0
+        self._drawn = torch.zeros((), dtype=torch.int64)
+
+    def in_recipe(self, recipe: dict[str, Any]) -> dict[str, Any]:
+        """A method's recipe of a step that replays, with the photographs themselves in place of their folder."""
+        return {**recipe, "replay": self._source.fingerprint()} if "replay" in recipe else recipe
+
+    def begin_step(self, context: StepContext, scores: Scores | None = None) -> None:
+        """Fill the pool; in step 0 only see that there is something for its classes."""
+        self._pool, self._order = [], []
+        self._drawn = torch.zeros((), dtype=torch.int64)
+        self._context, self._seed = context, torch.initial_seed()
+        old = context.model.increments[: context.step.index]
+        self._source.require([name for increment in old for name in increment.classes])
+        if context.step.index == 0:
+            self._source.require(context.step.names if context.step.future else ())
+            return
+        places: list[range] = []
+        for number, increment in enumerate(old):
+            first = sum(len(before.classes) for before in old[:number])
+            for position, name in enumerate(increment.classes, start=first):
+                added = self._photographs(name, position, number, first, scores)
+                places.append(range(len(self._pool), len(self._pool) + len(added)))
+                self._pool += added
+        most = max(len(of_class) for of_class in places)
+        self._order = [int(i) for of_class in places for i in np.resize(of_class, most)]
+        megabytes = sum(photograph.memory() for photograph in self._pool) / 1e6
+        context.say(f"replay: {len(self._pool)} images of {len(places)} old classes, {megabytes:.0f} MB in memory")
+
+    @torch.no_grad()
+    def _photographs(
+        self, name: str, position: int, increment: int, first: int, scores: Scores | None
+    ) -> list[_Photograph]:
+        seed = int(np.random.SeedSequence([self._seed, position]).generate_state(1)[0])
+        pictures = self._source.pictures(name, self._per_class, seed)
+        found = []
+        for start in range(0, len(pictures), _AT_ONCE):
+            some = pictures[start : start + _AT_ONCE]
+            inputs = self._inputs(some)
+            said = None if scores is None else _half(scores(increment, inputs))
+            kept = tuple(_half(part) for part in inputs) if isinstance(inputs, tuple) else None
+            for row, picture in enumerate(some):
+                features = None if kept is None else tuple(part[row] for part in kept)
+                found.append(_Photograph(picture, features, None if said is None else said[row], first))
+        return found
+
+    def _inputs(self, pictures: list[Picture]) -> Inputs:
+        if self._context.inputs is None:
+            raise RuntimeError("a step without StepContext.inputs cannot replay")
+        return self._context.inputs([picture() for picture in pictures])
+
+    def extend(self, batch: Batch) -> Batch:
+        """The batch and as many photographs behind it; itself where nothing is old."""
+        if not self._pool:
+            return batch
+        device = batch.labels.device
+        chosen = [self._pool[i] for i in self._draw(len(batch.labels))]
+        labels = torch.stack([photograph.labels(batch.size) for photograph in chosen]).to(device)
+        counts = self._context.mean(torch.bincount(labels.flatten(), minlength=256).to(batch.counts))
+        return Batch(
+            _joined(batch.inputs, self._inputs_of(chosen), device),
+            torch.cat([batch.labels, labels]),
+            batch.counts + counts,
+            batch.names,
+        )
+
+    def _inputs_of(self, chosen: list[_Photograph]) -> Inputs:
+        rows = [photograph.features for photograph in chosen if photograph.features is not None]
+        if len(rows) < len(chosen):
+            return self._inputs([photograph.picture for photograph in chosen])
+        return tuple(torch.stack(parts).float() for parts in zip(*rows, strict=True))
+
+    def _draw(self, num_images: int) -> list[int]:
+        """This process's part of the next photographs, as many over all processes as the batch has images."""
+        total = round(float(self._context.total(torch.tensor(float(num_images)))))
+        begin = int(self._drawn)
+        self._drawn = self._drawn + total
+        permutations: dict[int, np.ndarray] = {}
+        drawn = []
+        for place in range(begin, begin + total):
+            turn, position = divmod(place, len(self._order))
+            if turn not in permutations:
+                permutations[turn] = np.random.default_rng([self._seed, turn]).permutation(len(self._order))
+            drawn.append(self._order[permutations[turn][position]])
+        return self._context.share(drawn)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"replay.drawn": self._drawn}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self._drawn = state.get("replay.drawn", self._drawn)
+
+
+def _half(tensor: Tensor) -> Tensor:
+    """As the feature cache keeps it: half precision without infinities."""
+    return tensor.clamp(-_HALF_MAX, _HALF_MAX).half().cpu()
+
+
+def _joined(inputs: Inputs, more: Inputs, device: torch.device) -> Inputs:
+    if isinstance(inputs, tuple):
+        return tuple(torch.cat([part, other.to(device)]) for part, other in zip(inputs, more, strict=True))
+    assert isinstance(more, Tensor)
+    return torch.cat([inputs, more.to(device)])
