@@ -7,9 +7,15 @@ import inspect
 from typing import Any
 
 from incseg.methods.base import Method
+from incseg.methods.dkd import DKD
 from incseg.methods.evidential import Evidential
+from incseg.methods.ewc import EWC
 from incseg.methods.finetune import Finetune
 from incseg.methods.joint import Joint
+from incseg.methods.pi import PI
+from incseg.methods.rw import RW
+from incseg.methods.sdr import SDR
+from incseg.methods.ssul import SSUL
 from incseg.names import unknown
 from incseg.types import UserError
 
@@ -17,6 +23,12 @@ METHODS: dict[str, type[Method]] = {
     "evidential": Evidential,
     "finetune": Finetune,
     "joint": Joint,
+    "ewc": EWC,
+    "pi": PI,
+    "rw": RW,
+    "sdr": SDR,
+    "ssul": SSUL,
+    "dkd": DKD,
 }
 
 
