@@ -88,6 +88,31 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert finals[0] == finals[1]
 
 
+class Interrupting(Screen):
+    """Ctrl-C the moment that something has been told `after` times."""
+
+    def __init__(self, what: str, after: int = 1) -> None:
+        super().__init__(Console(file=io.StringIO()))
+        self._awaited, self._left = what, after
+
+    def _told(self, what: str) -> None:
+        if what == self._awaited or self._awaited == "anything":
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self._now = what
+        super().begin(what, total, done)
+        self._told(f"begin {what}")
+
+    def advance(self, amount: int = 1, detail: str = "") -> None:
+        self._told(self._now)
+
+    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any) -> None:
+        self._told(f"row {len(rows) - 1}")
+
+
 class _Wrapped(Method):
     """Fine-tuning with something done to its losses; it counts the updates of a step in its state."""
 

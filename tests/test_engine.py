@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
@@ -21,9 +20,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from rich.console import Console
 from safetensors import SafetensorError
-from small_runs import assert_same_run, evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import Interrupting, assert_same_run, evaluated_again, quiet, rows_of, small_config, write_config
 
 import incseg.engine.trainer as trainer_module
 import incseg.files as files_module
@@ -79,31 +77,6 @@ def test_another_seed_gives_another_model(finished: Path, tmp_path: Path) -> Non
 
 
 # --- interruptions -------------------------------------------------------------------------------------------
-
-
-class Interrupting(Screen):
-    """Ctrl-C the moment that something has been told `after` times."""
-
-    def __init__(self, what: str, after: int = 1) -> None:
-        super().__init__(Console(file=io.StringIO()))
-        self._awaited, self._left = what, after
-
-    def _told(self, what: str) -> None:
-        if what == self._awaited or self._awaited == "anything":
-            self._left -= 1
-            if self._left == 0:
-                raise KeyboardInterrupt
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._now = what
-        super().begin(what, total, done)
-        self._told(f"begin {what}")
-
-    def advance(self, amount: int = 1, detail: str = "") -> None:
-        self._told(self._now)
-
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any) -> None:
-        self._told(f"row {len(rows) - 1}")
 
 
 @pytest.mark.parametrize(

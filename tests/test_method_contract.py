@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +97,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Scene:
     """A method in the middle of a step: the grown model, its teacher, and batches of any labels."""
 
-    def __init__(self, name: str, index: int) -> None:
+    def __init__(self, name: str, index: int, mean: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         torch.manual_seed(0)
         self.name = name
         self.method = build_method({"name": name})
@@ -106,7 +110,10 @@ class Scene:
             self.teacher = self.model.frozen_copy() if step.index else None
             self.model.grow(Increment(step.names, step.new, 10 + step.index))
             torch.nn.init.normal_(self.model.classifiers[-1].get_parameter("weight"), std=0.3)
-            self.method.begin_step(StepContext(step, self.model, self.teacher, lambda: iter([self.mixed()])))
+            self.context = StepContext(step, self.model, self.teacher, lambda: iter([self.mixed()]), mean)
+            self.method.begin_step(self.context)
+            if step.index < index:
+                self.method.end_step(self.context)
 
     def batch(self, labels: Tensor) -> Batch:
         images = torch.randn(len(labels), 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
@@ -133,10 +140,9 @@ class Scene:
         self.model.zero_grad()
         torch.stack(list(losses.values())).sum().backward()
         for name, parameter in self.model.named_parameters():
-            if name.startswith("backbone.") and not parameter.requires_grad:
-                continue  # a method may freeze the encoder
-            assert parameter.grad is not None, name
-            assert parameter.grad.isfinite().all(), name
+            if parameter.requires_grad:
+                assert parameter.grad is not None, name
+                assert parameter.grad.isfinite().all(), name
 
     def predict(self, logits: Tensor) -> Prediction:
         return self.method.predict(logits, self.model.increments)
@@ -197,16 +203,52 @@ def test_a_batch_of_void_teaches_no_class(scene: Scene) -> None:
         assert (newest == 0).all()
 
 
-def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene) -> None:
-    """Halves of a batch, each with the mean of both halves' counts, average to the whole: what DDP relies on."""
-    whole = scene.mixed()
-    halves = [scene.batch(whole.labels[i : i + 1]) for i in range(2)]
-    for half, image in zip(halves, whole.inputs, strict=True):
-        half.inputs, half.counts = image[None], whole.counts / 2
+class Meeting:
+    """Two processes of a run, as threads: each gets the mean of what both bring; before it opens, its own."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._barrier = threading.Barrier(2, timeout=30)
+        self._brought = [torch.zeros(()), torch.zeros(())]
+
+    def mean(self, rank: int, tensor: Tensor) -> Tensor:
+        if not self.is_open:
+            return tensor
+        self._brought[rank] = tensor
+        self._barrier.wait()
+        result = (self._brought[0] + self._brought[1]) / 2
+        self._barrier.wait()
+        return result
+
+
+def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene, request: pytest.FixtureRequest) -> None:
+    """Halves of a batch, each with the mean of both halves' counts, average to the whole, and so do their gradients:
+    what DDP relies on."""
+    name, index = request.node.callspec.params["scene"]
+    whole, meeting = scene.mixed(), Meeting()
+    processes = [Scene(name, index, partial(meeting.mean, rank)) for rank in range(2)]
+    meeting.is_open = True
+
+    def losses_of_half(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        process = processes[rank]
+        half = process.batch(whole.labels[rank : rank + 1])
+        half.inputs, half.counts = whole.inputs[rank : rank + 1], whole.counts / 2
+        losses = process.losses(half)
+        process.backward(losses)
+        return losses, gradients(process.model)
+
     together = scene.losses(whole)
-    apart = [scene.losses(half) for half in halves]
-    for name, value in together.items():
-        torch.testing.assert_close(sum(part[name] for part in apart) / 2, value)
+    scene.backward(together)
+    with ThreadPoolExecutor(2) as pool:
+        apart = list(pool.map(losses_of_half, range(2)))
+    for part in range(2):
+        wanted = (together, gradients(scene.model))[part]
+        for term, value in wanted.items():
+            torch.testing.assert_close((apart[0][part][term] + apart[1][part][term]) / 2, value, msg=term)
+
+
+def gradients(model: Segmenter) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_half_precision_gives_finite_float32_losses(scene: Scene) -> None:
@@ -269,10 +311,10 @@ def test_prediction_is_pixelwise(scene: Scene) -> None:
 
 
 def test_the_state_survives(scene: Scene) -> None:
-    context = StepContext(scene.step, scene.model, scene.teacher, lambda: iter([scene.mixed()]))
-    scene.method.end_step(context)
+    scene.method.end_step(scene.context)
     state = {name: tensor.clone() for name, tensor in scene.method.state().items()}
     fresh = type(scene.method)(scene.method.config)
+    fresh.begin_step(scene.context)  # as a resumed step does before it takes up its checkpoint
     fresh.load_state(state)
     assert fresh.state().keys() == state.keys()
     for name, tensor in fresh.state().items():

@@ -351,9 +351,16 @@ def _recipe(
         "initial": tensors_digest(model.state_dict()),
         "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
     }
-    of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "workers", "checkpoint_seconds"}
+    of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "fusion", "workers", "checkpoint_seconds"}
     training = {key: value for key, value in settings["train"].items() if key not in of_step}
-    return lambda k: {**fixed, **training, "schedule": config.train.for_step(k), **method.recipe(k)}
+    fused = {"fusion": config.train.fusion} if config.train.fusion else {}
+    return lambda k: {
+        **fixed,
+        **training,
+        **(fused if k else {}),
+        "schedule": config.train.for_step(k),
+        **method.recipe(k),
+    }
 
 
 def load_run_config(folder: Path) -> RunConfig:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -29,6 +29,7 @@ from incseg.files import read_tensors, write_array, write_json, write_tensors
 from incseg.methods.base import Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import load_segmenter, save_segmenter
+from incseg.models.fusion import fuse, fusion_share
 from incseg.models.segmenter import Frozen, Segmenter
 from incseg.protocol import Protocol, Step
 from incseg.types import Batch, Increment, Inputs, Output, UserError
@@ -55,6 +56,7 @@ class TrainConfig:
         label_stride: train against every so many-th label in both directions; 1 is the full resolution.
         flip: mirror half of the images.
         clip: largest norm of the gradient; empty for no limit.
+        fusion: ewf fuses the model with the one before it at the end of every step after the first; empty for not.
         workers: loader processes; empty for a choice by machine and data.
         checkpoint_seconds: how much work an interruption may cost at most.
     """
@@ -73,6 +75,7 @@ class TrainConfig:
     label_stride: int = 1
     flip: bool = True
     clip: float | None = None
+    fusion: Literal["ewf"] | None = None
     workers: int | None = None
     checkpoint_seconds: float = 120.0
 
@@ -200,6 +203,8 @@ class Trainer:
         )
         self.method.begin_step(context)
         progress = self._fit(step, teacher)
+        if self.train.fusion == "ewf" and teacher is not None:
+            fuse(self.model, teacher, fusion_share(len(step.new), len(step.seen)))
         self.method.end_step(context)
         return progress
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from incseg.losses.sigmoid import binary_distillation
 from incseg.types import Output
 
 
@@ -41,8 +42,7 @@ def sigmoid_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 def sigmoid_distillation_sum(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """`sigmoid_distillation`, the sum over pixels."""
-    old = _old_outputs(logits, teacher_logits)
-    return F.binary_cross_entropy_with_logits(old, teacher_logits.sigmoid(), reduction="sum")
+    return binary_distillation(_old_outputs(logits, teacher_logits), teacher_logits).sum()
 
 
 def feature_distillation(features: Tensor, teacher_features: Tensor) -> Tensor:

@@ -1,24 +1,71 @@
-"""The sigmoid model of a pixel: every output says yes or no for itself, background too."""
+"""The sigmoid model of a pixel: every output says yes or no for itself. LwF-MC, SSUL, DKD.
+
+If exactly one of several independent classes is true, class c is with probability ∝ exp(z_c): so `softmax_prediction`
+is the rule of decision here too, and its arg-max is the strongest sigmoid. Shapes: classes are dimension 1.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.types import IGNORE, Prediction
+from incseg.losses.softmax import softmax_prediction
+from incseg.types import BACKGROUND, IGNORE, Prediction
+
+
+def log_one_plus_exp(z: Tensor) -> Tensor:
+    """−log(1 − σ(z)): the loss of saying yes where it is no."""
+    return F.softplus(z, threshold=40)  # the default, 20, cuts float64 short
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    """Σ_c BCE(σ(z_c), 1[y = c]) per pixel, channel k being label first + k; zero where the label is ignored.
+
+    (B, C, …), (B, …) → (B, …). A label that has no channel is no to all of them.
+    """
+    own = labels.long() - first
+    has_channel = (own >= 0) & (own < logits.shape[1])
+    score = logits.gather(1, own.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    zero = torch.zeros_like(score)
+    loss = log_one_plus_exp(logits).sum(1) - torch.where(has_channel, score, zero)
+    return torch.where(labels == IGNORE, zero, loss)
 
 
 def binary_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Σ over the pixels that are not ignored of Σ_c BCE(z_c, 1[y = c]); zero where all are.
+    """`binary_cross_entropy` with background as output 0, summed over the pixels; C·log 2 each where z = 0."""
+    return binary_cross_entropy(logits, labels).sum()
 
-    logits (B, C, …), labels (B, …). C·log 2 per pixel where the scores say nothing (z = 0).
+
+def binary_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Σ_c BCE(σ(z_c), σ(teacher_c)) per pixel, (B, C, …) → (B, …); minimal where both agree."""
+    return (log_one_plus_exp(logits) - teacher_logits.sigmoid() * logits).sum(1)
+
+
+def sure_background(labels: Tensor, teacher_logits: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+    """Background pixels of which the teacher is sure: (that they are background, that they are an old class).
+
+    Sure is a strongest sigmoid of at least `confidence`; the other background pixels are in neither mask.
     """
-    valid = (labels != IGNORE).unsqueeze(1)
-    own = torch.where(valid, labels.long().unsqueeze(1), 0)
-    yes = torch.zeros_like(logits).scatter_(1, own, 1.0)
-    losses = F.binary_cross_entropy_with_logits(logits, yes, reduction="none")
-    return torch.where(valid, losses, 0).sum()
+    strongest = teacher_logits.max(1)
+    threshold = math.log(confidence / (1 - confidence))
+    sure = (labels == BACKGROUND) & (strongest.values >= threshold)
+    return sure & (strongest.indices == 0), sure & (strongest.indices > 0)
+
+
+def decompose(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores for and against each class: features (B, D, h, w) by the positive, by the negative part of the weights.
+
+    weight (C, D, 1, 1) → two of (B, C, h, w). They sum to the logits without bias.
+    """
+    return F.conv2d(features, weight.clamp(min=0)), F.conv2d(features, weight.clamp(max=0))
+
+
+def foreground_prediction(logits: Tensor) -> Prediction:
+    """Scores of foreground classes only: background, of score zero, wins where no sigmoid exceeds a half."""
+    return softmax_prediction(torch.cat([torch.zeros_like(logits[:, :1]), logits], dim=1))
 
 
 def sigmoid_prediction(logits: Tensor) -> Prediction:
@@ -31,6 +78,6 @@ def sigmoid_prediction(logits: Tensor) -> Prediction:
     highest = logits.max(1)
     return Prediction(
         labels=highest.indices.to(torch.uint8),
-        probabilities=F.logsigmoid(logits).softmax(1),
-        uncertainty=(-highest.values).sigmoid(),
+        probabilities=lambda: F.logsigmoid(logits).softmax(1),
+        uncertainty=lambda: (-highest.values).sigmoid(),
     )

@@ -6,15 +6,21 @@ import inspect
 from typing import Any
 
 from incseg.methods.base import Method
+from incseg.methods.dkd import DKD
 from incseg.methods.evidential import Evidential
+from incseg.methods.ewc import EWC
 from incseg.methods.finetune import Finetune
 from incseg.methods.ilt import ILT
 from incseg.methods.joint import Joint
 from incseg.methods.lwf import LwF
 from incseg.methods.lwf_mc import LwFMC
 from incseg.methods.mib import MiB
+from incseg.methods.pi import PI
 from incseg.methods.plop import PLOP
 from incseg.methods.recall import Recall
+from incseg.methods.rw import RW
+from incseg.methods.sdr import SDR
+from incseg.methods.ssul import SSUL
 from incseg.names import import_named, unknown
 from incseg.types import UserError
 
@@ -28,6 +34,12 @@ METHODS: dict[str, type[Method]] = {
     "mib": MiB,
     "plop": PLOP,
     "recall": Recall,
+    "ewc": EWC,
+    "pi": PI,
+    "rw": RW,
+    "sdr": SDR,
+    "ssul": SSUL,
+    "dkd": DKD,
 }
 
 

@@ -69,8 +69,8 @@ class Method(ABC):
     later_options: ClassVar[frozenset[str]] = frozenset()
     """Options that step 0 does not read."""
     first_step: ClassVar[str | None] = None
-    """What step 0 is trained by, where several methods train it alike (CROSS_ENTROPY) and can share it; such a method
-    has no state that step 0's batches make."""
+    """What step 0 is trained by, where several methods train it alike and can share it. Those of CROSS_ENTROPY have no
+    state that step 0's batches make; others that share a name make the same state in step 0."""
 
     @dataclass
     class Config:

@@ -1,0 +1,106 @@
+"""Class prototypes in feature space: their running means, and losses that hold, gather, part and even out features.
+
+Features (B, D, h, w) are at the network's resolution, and so are the labels here (`position_labels`): 0 background,
+1… classes, 255 void. N = B·h·w positions, K labels with background. `counts` are positions per label, the mean over
+the processes of a run like `Batch.counts`: what is summed here and divided by them averages to the value of the whole
+batch, gradients too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incseg.types import BACKGROUND, IGNORE
+
+_SMALLEST_COUNT = 1e-6  # below any share of one position among processes
+_SMALLEST_DISTANCE = 1e-3  # two means that coincide push with a finite force
+
+
+def nearest(labels: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, H, W) labels brought to another size by taking the nearest."""
+    return F.interpolate(labels.unsqueeze(1).float(), size, mode="nearest").squeeze(1).long()
+
+
+def position_labels(labels: Tensor, teacher_logits: Tensor | None, size: tuple[int, int]) -> Tensor:
+    """(B, h, w): the label of each position; on background the teacher's arg-max, as old classes hide there."""
+    own = nearest(labels, size)
+    if teacher_logits is None:
+        return own
+    return torch.where(own == BACKGROUND, nearest(teacher_logits.max(1).indices, size), own)
+
+
+def membership(labels: Tensor, num_labels: int) -> Tensor:
+    """(B, h, w) labels → (N, K) ones and zeros; a void position is in no class."""
+    flat = labels.flatten()
+    known = torch.where(flat == IGNORE, num_labels, flat)
+    return F.one_hot(known, num_labels + 1)[:, :num_labels].float()
+
+
+def flatten_positions(features: Tensor) -> Tensor:
+    """(B, D, h, w) → (N, D), in float32 at least."""
+    return features.movedim(1, -1).flatten(0, -2).to(torch.promote_types(features.dtype, torch.float32))
+
+
+def class_means(
+    positions: Tensor, members: Tensor, mean: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> tuple[Tensor, Tensor]:
+    """(N, D), (N, K) → the classes' means (K, D) over all processes, and counts (K). Absent classes have mean zero.
+
+    `mean` averages a tensor over processes. The means are the same in each of them; the gradient is that of its own
+    positions, scaled so that the average of the processes' gradients is the gradient of the means.
+    """
+    members = members.to(positions.dtype)
+    sums = members.T @ positions
+    shared = mean(torch.cat([sums.detach(), members.sum(0).unsqueeze(1)], dim=1))
+    all_sums, counts = shared[:, :-1], shared[:, -1]
+    own_part = sums - sums.detach()  # zero, with the gradient
+    return (all_sums + own_part) / counts.clamp(min=_SMALLEST_COUNT).unsqueeze(1), counts
+
+
+def running_mean(average: Tensor, seen: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of all positions so far: (average over `seen`, means over `counts`) → (new average, new seen)."""
+    total = seen + counts
+    share = (counts / total.clamp(min=_SMALLEST_COUNT)).unsqueeze(1)
+    return average + share * (means - average), total
+
+
+def matching(means: Tensor, prototypes: Tensor, chosen: Tensor) -> Tensor:
+    """Mean over the chosen classes (K booleans) of MSE(mean, prototype); zero where they agree or none is chosen."""
+    return (chosen * (means - prototypes).square().mean(1)).sum() / chosen.sum().clamp(min=1)
+
+
+def attraction(positions: Tensor, members: Tensor, prototypes: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
+    """Mean over the chosen classes of MSE(features of the class, its prototype)."""
+    members = members.to(positions.dtype) * chosen
+    own_prototype = members @ prototypes
+    errors = (positions - own_prototype).square().mean(1)
+    return (errors @ members / counts.clamp(min=_SMALLEST_COUNT)).sum() / chosen.sum().clamp(min=1)
+
+
+def repulsion(means: Tensor, chosen: Tensor) -> Tensor:
+    """Mean of 1/‖μ_i − μ_j‖ over pairs of chosen classes; zero where there is no pair."""
+    present = means[chosen]
+    first, second = torch.triu_indices(len(present), len(present), offset=1, device=means.device)
+    distances = (present[first] - present[second]).square().sum(1).clamp(min=_SMALLEST_DISTANCE**2).sqrt()
+    return (1 / distances).sum() / max(1, len(distances))
+
+
+def sparsity_sum(features: Tensor, labels: Tensor) -> Tensor:
+    """Σ over labelled positions of Σ_k exp(f_k) / Σ_k f_k, f = max(F, 0) / the maximum in its class and image.
+
+    e where all D channels are at the maximum, e + D − 1 where one is and the others are silent: as printed, the loss
+    falls with every f_k. A position whose f sum to less than 1 counts as if they summed to 1, as the printed form is
+    unbounded there.
+    """
+    rectified = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=0)
+    group = (labels + 256 * torch.arange(len(labels), device=labels.device).view(-1, 1, 1)).flatten()
+    height = rectified.amax(1).flatten()
+    peaks = height.new_zeros(256 * len(labels)).scatter_reduce(0, group, height, "amax")
+    peaks = torch.where(peaks > 0, peaks, torch.ones_like(peaks))
+    normalised = rectified / peaks[group].view(labels.shape).unsqueeze(1)
+    ratio = normalised.exp().sum(1) / normalised.sum(1).clamp(min=1)
+    return torch.where(labels == IGNORE, torch.zeros_like(ratio), ratio).sum()

@@ -1,0 +1,122 @@
+"""DKD: decomposed knowledge distillation (Baek et al., 2022).
+
+No background output: every class is a sigmoid, and background is where none exceeds a half (`foreground_prediction`).
+A logit is a sum of what speaks for a class and what speaks against it (`decompose`); distilling both, beside the
+logit (`binary_distillation`), holds the reasoning and not only its result. An auxiliary classifier, taught "no" on
+every pixel of every step, is what new classifiers start from: they have seen negatives of all steps.
+
+The auxiliary classifier takes the first output, which elsewhere is background's; it learns from features without
+gradient to them, and plays no part in the prediction. Loss: Σ BCE of the step's own classes + λ_KD·Σ BCE to the
+teacher's old logits + λ_DKD·(the same of both parts) + BCE(auxiliary, 0). Where ours departs: void pixels are left
+out of the labels' loss and the auxiliary's; the head ends in a leaky ReLU, so features can be a little negative where
+the paper's are not; a class's positive pixels weigh one, as the authors have it on VOC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incseg.losses.pixelwise import pixelwise
+from incseg.losses.sigmoid import (
+    binary_cross_entropy,
+    binary_distillation,
+    decompose,
+    foreground_prediction,
+    log_one_plus_exp,
+)
+from incseg.methods.base import Method, StepContext
+from incseg.models.segmenter import Segmenter
+from incseg.protocol import Step
+from incseg.types import IGNORE, Batch, Increment, Output, Prediction
+
+
+class DKD(Method):
+    background_output = True
+    later_options = frozenset({"lambda_kd", "lambda_dkd"})
+
+    @dataclass
+    class Config:
+        """Options of DKD.
+
+        Args:
+            lambda_kd: weight of the distillation of logits.
+            lambda_dkd: weight of the distillation of what speaks for, and of what speaks against, a class.
+            lambda_auxiliary: weight of the auxiliary classifier's loss.
+        """
+
+        lambda_kd: float = 5.0  # the authors' configuration for VOC, as all below
+        lambda_dkd: float = 5.0
+        lambda_auxiliary: float = 1.0
+
+    config: Config
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self._model: Segmenter | None = None
+        self._teacher: Segmenter | None = None
+
+    def begin_step(self, context: StepContext) -> None:
+        """New classifiers start as the auxiliary one."""
+        self._model, self._teacher = context.model, context.teacher
+        if context.teacher is None:
+            return
+        first, newest = context.model.classifiers[0], context.model.classifiers[-1]
+        with torch.no_grad():
+            for name, parameter in newest.named_parameters():
+                parameter.copy_(first.get_parameter(name)[:1].expand_as(parameter))
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        num_old = len(step.old)
+        kd_scale = self.config.lambda_kd / batch.counts.sum().clamp(min=1)
+
+        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
+            own = binary_cross_entropy(logits[:, num_old + 1 :], labels, num_old + 1)
+            terms = {"bce": own.sum() / batch.valid_pixels}
+            if teacher_logits is not None:
+                old = logits[:, 1 : num_old + 1]
+                terms["kd"] = binary_distillation(old, teacher_logits[:, 1:]).sum() * kd_scale
+            return terms
+
+        terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher else None)
+        terms |= self._auxiliary_loss(batch, out)
+        return terms | (self._part_losses(batch, out, teacher) if teacher else {})
+
+    def _auxiliary_loss(self, batch: Batch, out: Output) -> dict[str, Tensor]:
+        assert self._model is not None
+        first = self._model.classifiers[0]
+        weight, bias = first.get_parameter("weight")[:1], first.get_parameter("bias")[:1]
+        scale = self.config.lambda_auxiliary / batch.valid_pixels
+
+        def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
+            loss = log_one_plus_exp(logits.squeeze(1))
+            return {"auxiliary": torch.where(labels == IGNORE, 0, loss).sum() * scale}
+
+        return pixelwise(strip, F.conv2d(out.embedding.detach().to(weight), weight, bias), batch.labels)
+
+    def _part_losses(self, batch: Batch, out: Output, teacher: Output) -> dict[str, Tensor]:
+        """Distillation of both parts, at the network's resolution."""
+        assert self._model is not None
+        assert self._teacher is not None
+        weight = _class_weights(self._model)[: self._teacher.num_classes]
+        mine = decompose(out.embedding.to(weight), weight)
+        theirs = decompose(teacher.embedding.to(weight), _class_weights(self._teacher))
+        height, width = batch.size
+        positions = batch.counts.sum().clamp(min=1) * (out.embedding.shape[-2:].numel() / (height * width))
+        scale = self.config.lambda_dkd / positions
+        return {
+            name: binary_distillation(part, old).sum() * scale
+            for name, part, old in zip(("for", "against"), mine, theirs, strict=True)
+        }
+
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        return foreground_prediction(logits[:, 1:])
+
+
+def _class_weights(model: Segmenter) -> Tensor:
+    """(C, D, 1, 1) of all classes, without the auxiliary one."""
+    return torch.cat([classifier.get_parameter("weight") for classifier in model.classifiers])[1:]
