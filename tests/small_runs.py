@@ -189,7 +189,8 @@ class Remembering(_Wrapped):
 
     def predict(self, logits: Tensor, increments: list[Increment]) -> Prediction:
         prediction = super().predict(logits, increments)
-        return dataclasses.replace(prediction, labels=torch.full_like(prediction.labels, int(self._favourite)))
+        labels = torch.full_like(prediction.labels, int(self._favourite))
+        return Prediction(labels, prediction.probabilities, prediction.uncertainty)
 
     def state(self) -> dict[str, Tensor]:
         return {**super().state(), "favourite": self._favourite}

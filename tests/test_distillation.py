@@ -138,8 +138,6 @@ def test_binary_cross_entropy_limits() -> None:
     void = binary_cross_entropy_sum(logits.requires_grad_(), torch.full_like(labels, IGNORE))
     assert float(void.detach()) == 0
     assert not torch.autograd.grad(void, logits)[0].any()
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        binary_cross_entropy_sum(logits.detach(), torch.full_like(labels, 3))
 
 
 def test_binary_cross_entropy_gradcheck() -> None:

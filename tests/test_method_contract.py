@@ -115,6 +115,13 @@ class Scene:
             if step.index < index:
                 self.method.end_step(self.context)
 
+    def move(self) -> None:
+        """Away from the teacher: where both agree, a norm of their difference has no gradient to speak of."""
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
     def batch(self, labels: Tensor) -> Batch:
         images = torch.randn(len(labels), 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
         return Batch(images, labels, torch.bincount(labels.flatten(), minlength=256).float())
@@ -228,6 +235,8 @@ def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene, request: pytest.
     whole, meeting = scene.mixed(), Meeting()
     processes = [Scene(name, index, partial(meeting.mean, rank)) for rank in range(2)]
     meeting.is_open = True
+    for process in (scene, *processes):
+        process.move()
 
     def losses_of_half(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         process = processes[rank]
@@ -244,7 +253,8 @@ def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene, request: pytest.
     for part in range(2):
         wanted = (together, gradients(scene.model))[part]
         for term, value in wanted.items():
-            torch.testing.assert_close((apart[0][part][term] + apart[1][part][term]) / 2, value, msg=term)
+            got = (apart[0][part][term] + apart[1][part][term]) / 2
+            torch.testing.assert_close(got, value, rtol=1e-3, atol=1e-5 + 1e-4 * float(value.detach().abs().max()))
 
 
 def gradients(model: Segmenter) -> dict[str, Tensor]:

@@ -675,7 +675,7 @@ def test_the_ablations_page(script: ModuleType, study: Path) -> None:
     trained, tested = text.split("## The same models, tested otherwise")
     default = "| 2 | 50.0 ± 0.0 | 20.0 ± 0.0 | 41.0 ± 1.4 | 30.0 ± 0.0 |  |  |"
     assert f"| default {default}" in trained
-    change = "scope increment → seen, train.lr 0.15 → 0.5"
+    change = "scope increment → seen, train.lr 0.3 → 0.5"
     figures = "| 2 | 50.0 ± 0.0 | 20.0 ± 0.0 | 31.0 ± 1.4 | 29.0 ± 0.0 | -10.0 ± 0.0 | -1.0 ± 0.0 |"
     assert f"| {change} {figures}" in trained
     lonely = "| lambda_kd 5.0 (no default run of this seed) | 1 | 50.0 | 20.0 | 40.0 | 30.0 |  |  |"
