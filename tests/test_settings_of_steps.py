@@ -63,3 +63,11 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path: Path, every: int) ->
     config = small_config(tmp_path / "run", data={"holdout": every})
     with pytest.raises(UserError, match=r"data\.holdout is"):
         Setup.of(config, build_method(config.method), quiet())
+
+
+def test_uncertainty_of_the_evidential_method_is_its_background_probability(tmp_path: Path) -> None:
+    """So unseen against seen classes must be ranked alike by both; a softmax model has the second score only."""
+    train(small_config(tmp_path / "run"), quiet)
+    unseen = rows_of(tmp_path / "run")[0]["unseen"]
+    assert unseen["from_seen_by"]["background"] == pytest.approx(unseen["from_seen"], abs=5e-3)
+    assert unseen["from_seen_by"]["entropy"] != pytest.approx(unseen["from_seen"], abs=5e-3)

@@ -151,6 +151,8 @@ def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:
         return ranking(counts.scores[GROUPS.index("unseen"), by], counts.scores[GROUPS.index(other), by])
 
     others = ("entropy", "not_strongest")
+    _, seen, unseen = counts.scores[:, SCORES.index("not_background")].flip(-1)  # bins are symmetric: P(background)
+    told_by_background = ranking(unseen, seen) if has_background else None
     return {
         **summary(shares, _learnt_groups(protocol, step), has_background),
         "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
@@ -158,7 +160,7 @@ def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:
             "from_background": ranked("background", "not_background") if has_background else None,
             "from_seen": ranked("seen", "uncertainty"),
             "from_background_by": {by: ranked("background", by) if has_background else None for by in others},
-            "from_seen_by": {by: ranked("seen", by) for by in others},
+            "from_seen_by": {"background": told_by_background, **{by: ranked("seen", by) for by in others}},
         },
     }
 

@@ -263,6 +263,7 @@ _OWN_SCORE = {"background": "not_background", "seen": "uncertainty"}
 _SCORE_TEXT = {
     "not_background": "1 − P(background)",
     "uncertainty": "the method's own uncertainty",
+    "background": "P(background)",
     "entropy": "the entropy of the probabilities",
     "not_strongest": "1 − the largest probability",
 }
