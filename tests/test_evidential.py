@@ -20,6 +20,7 @@ from incseg.losses.evidential import (
     distill_uncertainty,
     evidential_cross_entropy,
     evidential_labels,
+    evidential_probabilities,
     foreground_background_weights,
     log_evidence,
     log_probabilities,
@@ -428,6 +429,20 @@ def test_sizes_must_make_the_channels() -> None:
 def test_prior_needs_image_counts(images: tuple[int, ...] | None) -> None:
     with pytest.raises(UserError, match="number of training images"):
         odds_log_probabilities(torch.zeros(1, 3), (2, 1), prior=0.5, images=images)
+
+
+@pytest.mark.parametrize("mode", ["none", "ratio"])
+@pytest.mark.parametrize("rectifier", RECTIFIERS)
+@pytest.mark.parametrize("sizes", [(6,), (3, 2, 1)])
+@pytest.mark.parametrize("spread", [1.0, 8.0, 1000.0])
+def test_probabilities_without_logarithms(mode: str, rectifier: str, sizes: tuple[int, ...], spread: float) -> None:
+    """Also where evidence itself would overflow, and to float32's own precision elsewhere."""
+    z = scores(400, 6, spread=spread)
+    z = z if spread > 100 else z.clamp(max=39)
+    wanted = balanced_log_probabilities(z, sizes, mode, rectifier).exp()
+    torch.testing.assert_close(evidential_probabilities(z, sizes, mode, rectifier), wanted, rtol=1e-12, atol=1e-300)
+    single = evidential_probabilities(z.float(), sizes, mode, rectifier).double()
+    torch.testing.assert_close(single, wanted, rtol=3e-4 if spread > 100 else 2e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("mode", ["none", "ratio"])

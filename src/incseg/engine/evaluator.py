@@ -18,7 +18,7 @@ from incseg.losses.softmax import normalised_entropy
 from incseg.methods.base import Method
 from incseg.metrics.confusion import confusion_counts, iou
 from incseg.metrics.continual import summary
-from incseg.metrics.uncertainty import BINS, ranking, score_counts
+from incseg.metrics.uncertainty import BINS, grouped_score_counts, ranking
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Protocol, Step
 from incseg.types import BACKGROUND, IGNORE, UNSEEN, Prediction, UserError
@@ -110,7 +110,8 @@ class Evaluator:
                 if step.future:
                     first = -rows.start % SCORE_STRIDE
                     some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
-                    _count_scores(counts.scores, method.predict(strip[some], model.increments), target[some])
+                    thinned = strip[some].contiguous()  # twice as fast as strided
+                    _count_scores(counts.scores, method.predict(thinned, model.increments), target[some])
                 found = method.predict(strip, model.increments).labels
                 target = torch.where(target == UNSEEN, unseen, target)
                 target = torch.where(in_matrix, target, IGNORE)
@@ -125,17 +126,20 @@ class Evaluator:
 
 
 def _count_scores(counts: Tensor, prediction: Prediction, target: Tensor) -> None:
-    unseen, background = target == UNSEEN, target == BACKGROUND
-    groups = (background, ~background & (target < UNSEEN), unseen)
+    left_out = len(GROUPS)
+    groups = torch.full_like(target, GROUPS.index("seen"))
+    groups[target == BACKGROUND] = GROUPS.index("background")
+    groups[target == UNSEEN] = GROUPS.index("unseen")
+    groups[target == IGNORE] = left_out
+    probabilities = prediction.probabilities
     shown = (
-        1 - prediction.probabilities[:, 0],
+        1 - probabilities[:, 0],
         prediction.uncertainty,
-        normalised_entropy(prediction.probabilities),
-        1 - prediction.probabilities.amax(1),
+        normalised_entropy(probabilities),
+        1 - probabilities.amax(1),
     )
-    for of_group, chosen in zip(counts, groups, strict=True):
-        for row, score in zip(of_group, shown, strict=True):
-            row += score_counts(score[chosen])
+    for row, score in enumerate(shown):
+        counts[:, row] += grouped_score_counts(score, groups, left_out + 1)[:left_out]
 
 
 def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:

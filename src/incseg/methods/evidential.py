@@ -36,6 +36,7 @@ from incseg.losses.evidential import (
     distill_uncertainty,
     evidential_cross_entropy,
     evidential_labels,
+    evidential_probabilities,
     foreground_background_weights,
     increments_cross_entropy,
 )
@@ -186,16 +187,19 @@ class Evidential(Method):
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         config = self.config
         sizes = [len(i.classes) for i in increments]
+        constant = config.balancing in ("none", "ratio")
 
         @cache
         def probabilities() -> Tensor:
+            if constant:
+                return evidential_probabilities(logits, sizes, config.balancing, config.rectifier)
             images = [i.train_images for i in increments]
             return balanced_log_probabilities(
                 logits, sizes, config.balancing, config.rectifier, config.prior, images
             ).exp()
 
         threshold = config.threshold if config.decision == "hierarchical" else None
-        if config.balancing in ("none", "ratio"):
+        if constant:
             labels = evidential_labels(logits, sizes, config.balancing, config.rectifier, threshold)
         elif threshold is None:
             labels = probabilities().max(1).indices  # argmax(1) takes three times as long on the CPU

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LIMIT = 20.0  # log-odds; float32 cannot tell a probability above 1 − 6e-8 (16.6) from one
+_SMALLEST = 6e-8  # float32 cannot tell a probability above one minus this from one
+_LIMIT = 16.6  # its log-odds
 BINS = 2000
 
 
@@ -20,7 +21,7 @@ def score_counts(scores: Tensor) -> Tensor:
 
 def grouped_score_counts(scores: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """(num_groups, BINS) int64: the `score_counts` of each group; `groups` (same shape) says which a score is in."""
-    flat = groups.flatten().long() * BINS + _bins(scores)
+    flat = groups.flatten().int() * BINS + _bins(scores)
     return torch.bincount(flat, minlength=num_groups * BINS).view(num_groups, BINS)
 
 
@@ -34,8 +35,8 @@ def median_scores(counts: Tensor) -> Tensor:
 
 
 def _bins(scores: Tensor) -> Tensor:
-    odds = torch.logit(scores.detach().flatten().double(), eps=1e-9)
-    return ((odds + _LIMIT) * (BINS / (2 * _LIMIT))).long().clamp_(0, BINS - 1)
+    odds = torch.logit(scores.detach().flatten().float(), eps=_SMALLEST)
+    return odds.add_(_LIMIT).mul_(BINS / (2 * _LIMIT)).clamp_(0, BINS - 1).int()
 
 
 def ranking(positive: Tensor, negative: Tensor) -> dict[str, float] | None:
