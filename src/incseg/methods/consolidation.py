@@ -5,7 +5,9 @@ All three gather all statistics, so that one trained step 0 serves them all; eac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,11 @@ from incseg.losses.importance import (
     running_square,
     walk_step,
 )
+from incseg.losses.pixelwise import pixelwise
+from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.methods.base import Method, StepContext
+from incseg.protocol import Step
+from incseg.types import Batch, Increment, Output, Prediction
 
 FIRST_STEP = "cross_entropy+importance"
 """Step 0 by plain softmax cross-entropy, with the statistics of its gradients."""
@@ -109,3 +116,44 @@ class Consolidation:
         for key, tensor in state.items():
             group, _, name = key.partition(".")
             self._kept[group][name] = tensor.clone()
+
+
+class ConsolidatedMethod(Method):
+    """Cross-entropy and the penalty: all of EWC, PI and RW but their importance. `Config` has a `weight`."""
+
+    background_output = True
+    first_step = FIRST_STEP
+    later_options = frozenset({"weight"})
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._held = Consolidation(self.importance, self.config.weight)
+
+    @staticmethod
+    @abstractmethod
+    def importance(square: Tensor, path: Tensor, walk: Tensor) -> Tensor:
+        """Of a parameter in the next step, from its running g², path importance and walk score."""
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
+            return {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
+
+        return pixelwise(strip, out.logits, batch.labels) | self._held.penalty()
+
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        return softmax_prediction(logits)
+
+    def begin_step(self, context: StepContext) -> None:
+        self._held.begin_step(context.model)
+
+    def after_backward(self, model: nn.Module) -> None:
+        self._held.after_backward()
+
+    def end_step(self, context: StepContext) -> None:
+        self._held.end_step()
+
+    def state(self) -> Tensors:
+        return self._held.state()
+
+    def load_state(self, state: Tensors) -> None:
+        self._held.load_state(state)

@@ -12,25 +12,15 @@ ones, has no importance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from incseg.losses.importance import min_max
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
-from incseg.methods.base import Method, StepContext
-from incseg.methods.consolidation import FIRST_STEP, Consolidation
-from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
+from incseg.methods.consolidation import ConsolidatedMethod
 
 
-class EWC(Method):
-    background_output = True
-    first_step = FIRST_STEP
-    later_options = frozenset({"weight"})
-
+class EWC(ConsolidatedMethod):
     @dataclass
     class Config:
         """Options of EWC.
@@ -41,32 +31,6 @@ class EWC(Method):
 
         weight: float = 500.0  # MiB
 
-    config: Config
-
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config)
-        self._held = Consolidation(lambda square, path, walk: min_max(square), self.config.weight)
-
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
-            return {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
-
-        return pixelwise(strip, out.logits, batch.labels) | self._held.penalty()
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
-
-    def begin_step(self, context: StepContext) -> None:
-        self._held.begin_step(context.model)
-
-    def after_backward(self, model: nn.Module) -> None:
-        self._held.after_backward()
-
-    def end_step(self, context: StepContext) -> None:
-        self._held.end_step()
-
-    def state(self) -> dict[str, Tensor]:
-        return self._held.state()
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self._held.load_state(state)
+    @staticmethod
+    def importance(square: Tensor, path: Tensor, walk: Tensor) -> Tensor:
+        return min_max(square)
