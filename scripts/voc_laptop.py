@@ -1,4 +1,4 @@
-"""The study of real VOC on a laptop: every run of results/voc-laptop, in the order of their worth.
+"""The study of real VOC on a laptop: every run of results/voc-laptop, in the order of their worth; then the rivals.
 
 Runs that are finished are passed over, interrupted ones go on, and a base step is trained once: a run waits for the
 first that trains the base it shares. Two at a time with one thread each by default, which on two cores that others
@@ -53,6 +53,39 @@ def ablation(task: str, option: str, value: str, new_base: bool = False) -> Run:
         f"{plain.base} {option} {value}" if new_base else plain.base,
         (*plain.options, f"--{option}", value),
     )
+
+
+RIVALS = ("mib", "plop", "sdr", "ilt", "lwf", "dkd", "ssul", "lwf_mc", "recall", "ewc", "pi", "rw")
+COMBINED = {
+    "sdr+mib": ("sdr", "--method.output", "mib"),
+    "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
+    "evidential+pod": ("evidential", "--method.pod", "0.01"),
+    "evidential+replay": ("evidential", "--method.replay", "WEB"),
+    "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
+    "mib+ewf": ("mib", "--train.fusion", "ewf"),
+}
+"""Methods with a piece of another."""
+STEP_0_OF = {name: name for name in ("dkd", "ssul", "lwf_mc", "sdr")} | dict.fromkeys(("ewc", "pi", "rw"), "importance")
+"""Whose step 0 is not plain cross-entropy."""
+
+
+def rival(name: str, task: str, setting: str = "overlapped", seed: int = 42) -> Run:
+    """A method of the comparison; WEB stands for the folders of photographs, which `prepare` makes."""
+    method, *flags = COMBINED.get(name, (name, "--method.replay", "WEB") if name == "recall" else (name,))
+    family = "evidential" if method == "evidential" else STEP_0_OF.get(method, "softmax")
+    return Run(
+        f"{task}-{setting}-{name}-s{seed}",
+        f"{family} {task.split('-', maxsplit=1)[0]} {setting} {seed}",
+        ("--task", task, "--setting", setting, "--method", method, "--seed", str(seed), *flags),
+    )
+
+
+def comparison() -> Iterator[Run]:
+    names = (*RIVALS, *COMBINED)
+    yield from (rival(name, task) for name in names for task in ("15-1", "15-5"))
+    yield from (rival(name, task, "disjoint") for name in names for task in ("15-1", "15-5"))
+    yield from (rival(name, "15-1", seed=seed) for seed in SEEDS[1:] for name in names)
+    yield from (rival(name, "10-1") for name in names)
 
 
 def study() -> Iterator[Run]:
@@ -114,12 +147,28 @@ def work(queue: Queue, root: str, threads: int) -> None:
         folder = queue.out / job.name
         common = ["--root", root, "--threads", str(threads)]
         if not (folder / "results.json").exists():
-            train = ["train", "--preset", "voc-laptop", "--data", "voc", *common, *job.options, "--out", str(folder)]
+            options = prepare(job, root, queue.out)
+            train = ["train", "--preset", "voc-laptop", "--data", "voc", *common, *options, "--out", str(folder)]
             incseg(train, folder.with_suffix(".log"), threads)
         if job.name in RETESTED and (folder / "results.json").exists():
             for options in missing_retests(folder):
                 flags = [word for name, value in options.items() for word in (f"--method.{name}", str(value))]
                 incseg(["eval", str(folder), "--save", *common, *flags], folder.with_suffix(".retests.log"), threads)
+
+
+def prepare(job: Run, root: str, out: Path) -> list[str]:
+    """The options of a run, with the photographs that it replays in their place."""
+    if "WEB" not in job.options:
+        return list(job.options)
+    task, setting = (job.options[job.options.index(flag) + 1] for flag in ("--task", "--setting"))
+    web = out / "photographs" / f"{task}-{setting}" / "web"
+    if not web.exists():
+        script = Path(__file__).with_name("web_images.py")
+        chosen = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--task", task, "--setting", setting]
+        making = web.with_name(f"web-{threading.get_ident()}")
+        subprocess.check_call([sys.executable, str(script), str(making), *chosen], stdout=subprocess.DEVNULL)
+        making.rename(web)
+    return [option.replace("WEB", str(web)) for option in job.options]
 
 
 def missing_retests(folder: Path) -> list[dict[str, str | float]]:
@@ -141,17 +190,19 @@ def incseg(command: list[str], log: Path, threads: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", required=True, help="VOC2012 or the VOCdevkit around it")
+    parser.add_argument("--root", help="VOC2012 or the VOCdevkit around it")
     parser.add_argument("--out", type=Path, default=Path("runs/voc-laptop"))
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each run")
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--only", default=[""], nargs="+", help="runs whose name contains one of these, in that order")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     args = parser.parse_args()
-    runs = [r for r in study() if args.only in r.name]
+    runs = [*dict.fromkeys(r for part in args.only for r in (*study(), *comparison()) if part in r.name)]
     if args.list:
         print("\n".join(f"{r.name}  ({r.base})" for r in runs))
         return
+    if args.root is None:
+        parser.error("--root is missing: the folder of VOC2012")
     queue = Queue(runs, args.out)
     workers = [threading.Thread(target=work, args=(queue, args.root, args.threads)) for _ in range(args.workers)]
     for worker in workers:

@@ -34,6 +34,7 @@ _NO_OPTIONS = MAY_DIFFER | {
     "data.name", "data.root", "data.presence", "data.classes_file", "eval.batch_size", "method.name",
 }  # fmt: skip
 """Settings that name a row, lie elsewhere on every machine, or change no figure."""
+_PATHS = ("model.weights", "method.replay")
 
 
 @dataclass(frozen=True)
@@ -271,9 +272,9 @@ def _options(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optional(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that can be options; a file of weights by its name, which says what it is."""
+    """The settings that can be options; a file of weights or a folder of photographs by its name alone."""
     return {
-        key: os.path.basename(value) if key == "model.weights" and isinstance(value, str) else value
+        key: os.path.basename(value) if key in _PATHS and isinstance(value, str) else value
         for key, value in settings.items()
         if key.split(".")[0] in _OPTION_GROUPS and key not in _NO_OPTIONS
     }
