@@ -320,8 +320,11 @@ class Trainer:
     def _plain_batches(self, step: Step) -> Iterator[Batch]:
         """The step's training images as the test would show them; all of them to every process, so that what a
         method makes of them is the same in each."""
-        for inputs, labels, _ in self.feed.plain(step, self.evaluator.config.batch_size):
+        self.reporter.begin(f"looking at step {step.index}", len(self.feed.train_images[step.index]))
+        for inputs, labels, indices in self.feed.plain(step, self.evaluator.config.batch_size):
             yield self._to_batch(inputs, labels)
+            self.reporter.advance(len(indices))
+        self.reporter.end()
 
     def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
         write_json(self.folder.row(step.index), row)
