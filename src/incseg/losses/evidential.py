@@ -28,11 +28,11 @@ from incseg.types import BACKGROUND, IGNORE, UserError
 Rectifier = Literal["exp_sigmoid", "exp", "relu", "softplus"]
 Balancing = Literal["none", "paper", "ratio", "exact", "odds"]
 
-_RELU_FLOOR = 1e-6  # log 0 would make the loss of a pixel without evidence infinite
+RELU_FLOOR = 1e-6  # log 0 would make the loss of a pixel without evidence infinite
 
 
 def _log_relu(z: Tensor) -> Tensor:
-    return z.clamp(min=_RELU_FLOOR).log()
+    return z.clamp(min=RELU_FLOOR).log()
 
 
 def _log_softplus(z: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _exp_sigmoid(z: Tensor) -> Tensor:
 _RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp_sigmoid": _exp_sigmoid,
     "exp": lambda z: z.clamp(max=_LARGEST_SCORE).exp_(),
-    "relu": lambda z: z.clamp(min=_RELU_FLOOR),
+    "relu": lambda z: z.clamp(min=RELU_FLOOR),
     "softplus": F.softplus,
 }
 

@@ -24,6 +24,8 @@ PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], dict[str, Tensor]]
 """(logits, labels, teacher's logits) of a strip → named sums over its pixels, already weighted and divided
 by the batch's own constants, so that the sums of all strips add up to the loss. Only the logits get a
 gradient: parameters that the function itself holds do not."""
+ClosedForm = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[dict[str, Tensor], Tensor] | None"]
+"""The same terms and the gradient of their sum by the logits, without autograd; None where it does not hold."""
 
 
 @lru_cache(maxsize=64)
@@ -109,9 +111,15 @@ class _StripwiseLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, teacher: Tensor | None, labels: Tensor, loss: PixelLoss, names: list[str]
+        ctx: Any,
+        logits: Tensor,
+        teacher: Tensor | None,
+        labels: Tensor,
+        loss: PixelLoss,
+        names: list[str],
+        closed: ClosedForm | None,
     ) -> Tensor:
-        terms, gradient = _run_strips(logits, teacher, labels, loss, names, None, ctx.needs_input_grad[0])
+        terms, gradient = _run_strips(logits, teacher, labels, loss, names, None, ctx.needs_input_grad[0], closed)
         ctx.save_for_backward(logits, teacher, labels, gradient)
         ctx.loss, ctx.names = loss, names
         return terms
@@ -121,10 +129,10 @@ class _StripwiseLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, teacher, labels, gradient = ctx.saved_tensors
         if bool((upstream == upstream[0]).all()):  # the terms were summed, as the trainer does
-            return gradient * upstream[0], None, None, None, None
+            return gradient * upstream[0], None, None, None, None, None
         with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
             _, gradient = _run_strips(logits, teacher, labels, ctx.loss, list(ctx.names), upstream, True)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def _run_strips(
@@ -135,6 +143,7 @@ def _run_strips(
     names: list[str],
     weights: Tensor | None,
     with_gradient: bool,
+    closed: ClosedForm | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum the loss over strips; with `weights`, the gradient is that of the weighted sum of the terms."""
     height, width = labels.shape[-2:]
@@ -146,29 +155,55 @@ def _run_strips(
     for start in range(0, height, rows):
         stop = min(start + rows, height)
         teacher_strip = teacher_up.strip(start, stop) if teacher_up is not None else None
-        strip = student_up.strip(start, stop).requires_grad_(with_gradient)
-        with torch.set_grad_enabled(with_gradient):
-            named = loss(strip, labels[:, start:stop], teacher_strip)
-            names[:] = named
+        strip = student_up.strip(start, stop)
+        strip_labels = labels[:, start:stop]
+        found = closed(strip, strip_labels, teacher_strip) if closed and with_gradient else None
+        if found is not None:
+            named, strip_gradient = found
             terms = torch.stack(list(named.values()))
-        if wide_gradient is not None and terms.requires_grad:
-            (strip_gradient,) = torch.autograd.grad(
-                terms, strip, weights if weights is not None else torch.ones_like(terms)
+        else:
+            named, terms, strip_gradient = _by_autograd(
+                loss, strip, strip_labels, teacher_strip, weights, with_gradient
             )
+        names[:] = named
+        if wide_gradient is not None and strip_gradient is not None:
             student_up.add_gradient(wide_gradient, strip_gradient, start, stop)
         sums = terms.detach() if sums is None else sums + terms.detach()
     assert sums is not None
     return sums, student_up.finish_gradient(wide_gradient) if wide_gradient is not None else None
 
 
+def _by_autograd(
+    loss: PixelLoss,
+    strip: Tensor,
+    labels: Tensor,
+    teacher_strip: Tensor | None,
+    weights: Tensor | None,
+    with_gradient: bool,
+) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    strip = strip.requires_grad_(with_gradient)
+    with torch.set_grad_enabled(with_gradient):
+        named = loss(strip, labels, teacher_strip)
+        terms = torch.stack(list(named.values()))
+    if not (with_gradient and terms.requires_grad):
+        return named, terms, None
+    (gradient,) = torch.autograd.grad(terms, strip, weights if weights is not None else torch.ones_like(terms))
+    return named, terms.detach(), gradient
+
+
 def pixelwise(
-    loss: PixelLoss, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None = None
+    loss: PixelLoss,
+    logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None = None,
+    closed: ClosedForm | None = None,
 ) -> dict[str, Tensor]:
     """Upsample to the labels' size, apply `loss` to every pixel and add up, strip by strip.
 
     logits (B, C, h, w), teacher_logits (B, C', h, w) or None, labels (B, H, W). Returns the named terms
     as scalars with gradient, equal to applying `loss` to `F.interpolate(logits, (H, W), mode="bilinear")`.
-    Half precision is raised to float32 first. The teacher gets no gradient.
+    Half precision is raised to float32 first. The teacher gets no gradient. `closed` is asked first, where it is given
+    and the terms are summed.
     """
     names: list[str] = []
     teacher = (
@@ -180,5 +215,5 @@ def pixelwise(
         student = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if not torch.is_grad_enabled():
             student = student.detach()  # else a Function takes the gradient for needed
-        terms = _StripwiseLoss.apply(student, teacher, labels, loss, names)
+        terms = _StripwiseLoss.apply(student, teacher, labels, loss, names, closed)
     return dict(zip(names, terms.unbind(), strict=True))

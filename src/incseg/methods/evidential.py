@@ -24,8 +24,10 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from incseg.losses.closed_form import cross_entropy_with_gradient, distillation_with_gradient, fits
 from incseg.losses.distillation import local_pod, trained_maps
 from incseg.losses.evidential import (
     Balancing,
@@ -154,8 +156,32 @@ class Evidential(Method):
                 terms["kd_u"] = distill_uncertainty(student, old).sum() * kd_scale
             return terms
 
+        def closed(
+            logits: Tensor, labels: Tensor, teacher_logits: Tensor | None
+        ) -> tuple[dict[str, Tensor], Tensor] | None:
+            if not fits(logits) or (teacher_logits is not None and not fits(teacher_logits)):
+                return None
+            new, gradient = cross_entropy_with_gradient(
+                logits[:, skipped:], shifted(labels, skipped), config.rectifier, foreground_scale, background_scale
+            )
+            terms = {"new": new}
+            if skipped:  # old scores get no gradient of L_new
+                gradient = F.pad(gradient, (0, 0, 0, 0, skipped, 0))
+            if teacher_logits is not None and distills:
+                terms["kd_fg"], terms["kd_u"], of_old = distillation_with_gradient(
+                    logits[:, :num_old], teacher_logits, config.rectifier, kd_scale / fg_divisor, kd_scale
+                )
+                gradient[:, :num_old] += of_old
+            return terms, gradient
+
         asked = distills or config.pseudo_labels is not None
-        terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and asked else None)
+        terms = pixelwise(
+            strip,
+            out.logits,
+            batch.labels,
+            teacher.logits if teacher and asked else None,
+            closed if config.pseudo_labels is None else None,
+        )
         if teacher is not None and config.pod:
             terms["pod"] = (
                 config.pod * math.sqrt(len(step.seen) / len(step.new)) * local_pod(*trained_maps(out, teacher))
