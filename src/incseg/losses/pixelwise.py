@@ -156,6 +156,7 @@ def _run_strips(
         stop = min(start + rows, height)
         teacher_strip = teacher_up.strip(start, stop) if teacher_up is not None else None
         strip = student_up.strip(start, stop)
+        strip_gradient: Tensor | None
         strip_labels = labels[:, start:stop]
         found = closed(strip, strip_labels, teacher_strip) if closed and with_gradient else None
         if found is not None:

@@ -124,6 +124,7 @@ class ConsolidatedMethod(Method):
     background_output = True
     first_step = FIRST_STEP
     later_options = frozenset({"weight"})
+    config: Any
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
