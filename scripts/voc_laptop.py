@@ -149,11 +149,11 @@ def work(queue: Queue, root: str, threads: int) -> None:
         if not (folder / "results.json").exists():
             options = prepare(job, root, queue.out)
             train = ["train", "--preset", "voc-laptop", "--data", "voc", *common, *options, "--out", str(folder)]
-            incseg(train, folder.with_suffix(".log"), threads)
+            incseg(train, folder.with_name(f"{folder.name}.log"), threads)
         if job.name in RETESTED and (folder / "results.json").exists():
             for options in missing_retests(folder):
                 flags = [word for name, value in options.items() for word in (f"--method.{name}", str(value))]
-                incseg(["eval", str(folder), "--save", *common, *flags], folder.with_suffix(".retests.log"), threads)
+                incseg(["eval", str(folder), "--save", *common, *flags], folder.with_name(f"{folder.name}.retests.log"), threads)
 
 
 def prepare(job: Run, root: str, out: Path) -> list[str]:
