@@ -25,8 +25,8 @@ SLOW = {"train.lr_later": "0.001"}
 """The rate to which the published weights of ewc, pi and rw belong."""
 TRIALS: dict[str, list[dict[str, str]]] = {
     "mib": [{"method.lambda_kd": w} for w in ("10", "30", "100")] + [{"train.lr_later": "0.02"}],
-    "lwf": [{"method.lambda_kd": w} for w in ("10", "100")],
-    "plop": [{"method.lambda_pod": w} for w in ("0.01", "0.1")],
+    "lwf": [{"method.lambda_kd": w} for w in ("10", "100", "300")],
+    "plop": [{"method.lambda_pod": w} for w in ("0.001", "0.01", "0.1")],
     "evidential": [
         *({"method.lambda_kd": w} for w in ("3", "10", "20")),
         {"method.pseudo_labels": "0.5"},
