@@ -41,7 +41,10 @@ PRESETS: dict[str, dict[str, Any]] = {
             "crop": 224, "scale": None, "label_stride": 4,
         },
         "eval": {"size": 224, "batch_size": 16},
-        "for_method": {"evidential": {"train": {"lr": 0.3, "lr_later": 0.02}}},
+        "for_method": {
+            "evidential": {"train": {"lr": 0.3, "lr_later": 0.02}},
+            "mib": {"method": {"lambda_kd": 30.0}},
+        },
     },
     # The same network with the backbone training too, for a small GPU or a patient machine.
     "voc-laptop-full": {
