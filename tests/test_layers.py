@@ -16,6 +16,7 @@ ROOT = Path(incseg.__file__).parent
 ROWS = (
     ("__main__",),
     ("cli",),
+    ("demo",),
     ("experiment", "presets", "inference", "report"),
     ("engine",),
     ("methods",),

@@ -37,7 +37,7 @@ ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
 
 @dataclass
 class Result:
-    """What a model says of one image, at the size of the image.
+    """What a model says of one image, all of it at one size.
 
     image:         as the model saw it before resizing: RGB, turned the way viewers show it.
     labels:        (H, W) uint8 learnt labels: 0 background, then the classes in the order of learning.
@@ -99,7 +99,12 @@ class Predictor:
         return replace(self, method=build_method(settings), info={**self.info, "method": settings})
 
     def predict(
-        self, image: ImageLike, size: int | None = None, tile: int | None = None, probabilities: bool = False
+        self,
+        image: ImageLike,
+        size: int | None = None,
+        tile: int | None = None,
+        probabilities: bool = False,
+        longest: int | None = None,
     ) -> Result:
         """Labels and uncertainty of an image of any size and mode; transparency is dropped, as in training.
 
@@ -108,6 +113,9 @@ class Predictor:
         pixels is predicted in overlapping tiles whose logits are blended. The head adds the mean over what it sees
         to every position, so a tile has the context of the tile only: near enough where tiles are large, and worth
         a smaller `size` where they are not.
+
+        The result has the image's size, or one whose longer side is `longest` where the image is larger; the network
+        sees the same either way.
         """
         size = self.test_size if size is None else size
         if size < 0:
@@ -116,6 +124,8 @@ class Predictor:
         width, height = _network_size(rgb.width, rgb.height, size)
         resized = rgb if (width, height) == rgb.size else rgb.resize((width, height), Image.Resampling.BILINEAR)
         logits = self._logits(resized, TILE if tile is None else tile)
+        if longest is not None and longest < max(rgb.size):
+            rgb.thumbnail((longest, longest))
         return self._decide(rgb, logits, probabilities)
 
     @torch.inference_mode()

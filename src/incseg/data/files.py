@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -56,6 +59,21 @@ def read_image(path: PathLike) -> Image.Image:
     """The image as RGB, see `as_rgb`."""
     with _opened(path) as image:
         return as_rgb(image)
+
+
+def decode_image(content: bytes, name: str, formats: Sequence[str], most_pixels: int) -> Image.Image:
+    """An image that came as bytes, as RGB; only Pillow's decoders `formats` are tried. `name` is whom errors blame.
+
+    The size is read from the header and refused before anything is decoded.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is the stricter
+        with _opened(name, io.BytesIO(content), formats) as image:
+            if image.width * image.height > most_pixels:
+                raise FileError(
+                    name, f"it has {image.width}×{image.height} pixels; the limit is {most_pixels:,}", "shrink or cut it"
+                )
+            return as_rgb(image)
 
 
 def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarray:
@@ -195,10 +213,15 @@ def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[st
 
 
 @contextmanager
-def _opened(path: PathLike) -> Iterator[Image.Image]:
-    """An image file, with everything that can go wrong in opening and decoding it as one FileError."""
+def _opened(
+    path: PathLike, stream: IO[bytes] | None = None, formats: Sequence[str] | None = None
+) -> Iterator[Image.Image]:
+    """An image file, with everything that can go wrong in opening and decoding it as one FileError.
+
+    Where there is a stream it is read instead, and `path` only names it.
+    """
     try:
-        with Image.open(path) as image:
+        with Image.open(path if stream is None else stream, formats=formats) as image:
             yield image
     except FileError:
         raise

@@ -32,13 +32,18 @@ def palette_image(values: np.ndarray, palette: np.ndarray) -> Image.Image:
     return image
 
 
-def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
-    """(H, W) in [0, 1] as viridis, 0 dark and 1 bright; an indexed image whose pixels hold round(255 u)."""
-    levels = np.rint(np.clip(uncertainty, 0, 1) * 255).astype(np.uint8)
+def viridis() -> np.ndarray:
+    """(256, 3) uint8 colours, dark to bright."""
     anchors = np.array(_VIRIDIS, dtype=np.float64)
     at = np.linspace(0, len(anchors) - 1, 256)
     colours = np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)
-    return palette_image(levels, np.rint(colours))
+    return np.rint(colours).astype(np.uint8)
+
+
+def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
+    """(H, W) in [0, 1] as viridis, 0 dark and 1 bright; an indexed image whose pixels hold round(255 u)."""
+    levels = np.rint(np.clip(uncertainty, 0, 1) * 255).astype(np.uint8)
+    return palette_image(levels, viridis())
 
 
 def overlay(image: Image.Image, labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> Image.Image:

@@ -1,0 +1,1 @@
+"""A local web page to play with trained models: `incseg demo`."""

@@ -1,0 +1,193 @@
+"""What the page can ask of the models: which there are, and what one of them says of an image, as bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from incseg.data.files import decode_image
+from incseg.data.shapes import Shapes
+from incseg.engine.rundir import RunDir
+from incseg.inference import Predictor, Result, load
+
+FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP", "image/bmp": "BMP", "image/gif": "GIF"}
+"""Content types that are taken, and Pillow's decoder of each; no other decoder is ever tried."""
+MOST_PIXELS = 64_000_000
+"""Of an image; about 200 MB decoded."""
+LONGEST_SIDE = 1024
+"""Of an answer: more than a panel of the page shows."""
+MOST_ANSWER_BYTES = 32 << 20
+"""With many classes the answer gets smaller sides instead of more bytes."""
+_LONGEST_SEEN = 2048  # of an image for a model that was tested on images as they are
+_MOST_LOADED = 4  # steps kept in memory
+_SAMPLES = 6
+
+
+@dataclass
+class DemoModel:
+    """A model as the page shows it: a run folder has all its finished steps, a model file is one step."""
+
+    path: Path
+    name: str
+    method: str
+    dataset: str
+    task: str
+    test_size: int
+    steps: dict[int, tuple[str, ...]]
+    """The classes that each step added, of the steps that can be chosen."""
+    from_run: bool
+    """Whether `path` is a run folder, so that a step has to be named."""
+
+
+@dataclass
+class Models:
+    """The models of the page. Not thread-safe: the server asks for one thing at a time.
+
+    device, threads, method: as `incseg.load` takes them.
+    """
+
+    paths: Sequence[Path]
+    device: str = "auto"
+    threads: int | None = None
+    method: str | None = None
+    _known: list[DemoModel] = field(init=False)
+    _loaded: OrderedDict[tuple[int, int], Predictor] = field(init=False, default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._known = [self._open(index, path.expanduser()) for index, path in enumerate(self.paths)]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _open(self, index: int, path: Path) -> DemoModel:
+        last = load(path, None, self.device, self.threads, self.method)
+        step = int(last.info["step"])
+        self._keep((index, step), last)
+        from_run = path.is_dir() and not (path / "model.safetensors").is_file()
+        steps = RunDir(path).steps_done() if from_run else [step]
+        protocol = last.info.get("protocol", {})
+        return DemoModel(
+            path=path,
+            name=path.resolve().name,
+            method=str(last.info["method"]["name"]),
+            dataset=str(protocol.get("dataset", "")),
+            task=str(protocol.get("task", "")),
+            test_size=last.test_size,
+            steps={k: last.increments[k].classes for k in steps if k <= step},
+            from_run=from_run,
+        )
+
+    def about(self) -> list[dict[str, Any]]:
+        """What the page says of each model; no path of this machine is in it."""
+        return [
+            {
+                "name": model.name,
+                "method": model.method,
+                "dataset": model.dataset,
+                "task": model.task,
+                "steps": [{"step": step, "new": list(new)} for step, new in model.steps.items()],
+            }
+            for model in self._known
+        ]
+
+    def samples(self) -> list[bytes]:
+        """PNGs to begin with, where a model was trained on the embedded dataset."""
+        sizes = [model.test_size for model in self._known if model.dataset == Shapes.info.name]
+        if not sizes:
+            return []
+        scenes = Shapes(val_size=_SAMPLES, image_size=max(384, *sizes))  # sharp on the screen
+        pictures = []
+        for index in range(_SAMPLES):
+            stream = io.BytesIO()
+            scenes.image("val", index).save(stream, format="PNG")
+            pictures.append(stream.getvalue())
+        return pictures
+
+    def has(self, model: int, step: int) -> bool:
+        return 0 <= model < len(self._known) and step in self._known[model].steps
+
+    def answer(self, content: bytes, model: int, step: int) -> bytes:
+        """What a step of a model says of an image file, see `encode`."""
+        image = decode_image(content, "the image", tuple(FORMATS.values()), MOST_PIXELS)
+        size = image.size
+        predictor = self._predictor(model, step)
+        if not predictor.test_size:
+            image.thumbnail((_LONGEST_SEEN, _LONGEST_SEEN))
+        began = time.perf_counter()
+        result = predictor.predict(image, probabilities=True, longest=longest_side(len(predictor.classes)))
+        return encode(result, size, time.perf_counter() - began)
+
+    def _predictor(self, model: int, step: int) -> Predictor:
+        key = (model, step)
+        if key not in self._loaded:
+            known = self._known[model]
+            self._keep(
+                key, load(known.path, step if known.from_run else None, self.device, self.threads, self.method)
+            )
+        self._loaded.move_to_end(key)
+        return self._loaded[key]
+
+    def _keep(self, key: tuple[int, int], predictor: Predictor) -> None:
+        self._loaded[key] = predictor
+        while len(self._loaded) > _MOST_LOADED:
+            self._loaded.popitem(last=False)
+
+
+def longest_side(num_labels: int) -> int:
+    """Of an answer about an image, however many classes there are."""
+    return min(LONGEST_SIDE, math.isqrt(MOST_ANSWER_BYTES // _bytes_per_pixel(num_labels)))
+
+
+def _bytes_per_pixel(num_labels: int) -> int:
+    return 3 + 1 + 1 + 2 + num_labels
+
+
+def encode(result: Result, image_size: tuple[int, int], seconds: float) -> bytes:
+    """An answer as the page reads it: the length of a head (uint32), the head (JSON), planes of height × width.
+
+    The planes, all little-endian: uncertainty (uint16, 65535 is 1), the image as the model saw it (RGB), the method's
+    own labels (uint8), the strongest label (uint8), and a probability for each label (uint8, 255 is 1).
+
+    The strongest label is what a pixel becomes whose u is not above a threshold. Where u is the probability of
+    background, that is the strongest class; where u is another measure, background is an output like the others.
+    """
+    assert result.probabilities is not None
+    height, width = result.labels.shape
+    u_is_background = bool(np.array_equal(result.uncertainty, result.probabilities[0]))
+    first = int(u_is_background)
+    strongest = result.probabilities[first:].argmax(0).astype(np.uint8) + np.uint8(first)
+    head = {
+        "width": width,
+        "height": height,
+        "image_size": image_size,
+        "classes": result.classes,
+        "ids": result.class_ids,
+        "colours": result.palette.tolist(),
+        "u_is_background": u_is_background,
+        "seconds": round(seconds, 3),
+    }
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 4)  # so that the planes of two bytes begin at an even place
+    planes = [
+        _quantised(result.uncertainty, np.dtype("<u2")),
+        np.asarray(result.image),
+        result.labels,
+        strongest,
+        *(_quantised(plane, np.dtype("u1")) for plane in result.probabilities),
+    ]
+    return b"".join([struct.pack("<I", len(text)), text, *(plane.tobytes() for plane in planes)])
+
+
+def _quantised(values: np.ndarray, kind: np.dtype) -> np.ndarray:
+    return np.rint(np.clip(values, 0, 1) * np.iinfo(kind).max).astype(kind)
+

@@ -1,0 +1,356 @@
+"""The server of the page: a fixed table of routes, and limits on everything that a client can send or hold.
+
+It is http.server of the standard library, not starlette on uvicorn. The page needs three routes and answers one upload
+at a time, so there is nothing for an event loop to win; and what it does need (a limit of the body before it is read, a
+deadline for slow clients, a bounded queue, the checks of Host and Origin) has to be written with either. So the lightest
+does: nothing to install, and all rules in this one file. http.server itself only parses the request line and headers;
+its file handler is not used, and no path of a request ever becomes a path on disk.
+
+Every connection carries one request. At most `connections` of them are open, at most `uploads` of those have a body or
+an answer in memory, and one prediction runs at a time. Uploads are never written to disk and never kept.
+"""
+
+from __future__ import annotations
+
+import io
+import ipaddress
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from incseg.data.files import FileError
+from incseg.demo.models import FORMATS, Models
+from incseg.report.draw import viridis
+from incseg.types import UserError
+
+DEFAULT_PORT = 8008
+_PREDICT = "/predict"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may send and hold.
+
+    upload_bytes:  of an image file.
+    read_seconds:  for a whole request to arrive.
+    write_seconds: for an answer to be taken.
+    connections:   open at once; more are turned away.
+    uploads:       in memory at once, one of them being predicted; more are told to come again.
+    """
+
+    upload_bytes: int = 20 << 20
+    read_seconds: float = 20.0
+    write_seconds: float = 20.0
+    connections: int = 32
+    uploads: int = 6
+
+
+class _Refused(Exception):
+    """A request that gets no for an answer."""
+
+    def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class DemoServer(ThreadingHTTPServer):
+    """Listens from the moment it is made; `serve_forever` answers, `server_close` waits for what is under way."""
+
+    daemon_threads = False  # a thread inside torch must not be cut off when the interpreter ends
+
+    def __init__(
+        self, models: Models, host: str = "127.0.0.1", port: int = DEFAULT_PORT, limits: Limits | None = None
+    ) -> None:
+        if not 0 <= port < 65536:
+            raise UserError(f"--port is {port}; give one from 1 to 65535, or 0 for any free one")
+        self.limits = limits or Limits()
+        self.models = models
+        self.pages = _pages(models, self.limits)
+        self.uploads = threading.BoundedSemaphore(self.limits.uploads)
+        self.predicting = threading.Lock()
+        self.closing = False
+        self._host = host
+        self._open: set[socket.socket] = set()
+        self._open_lock = threading.Lock()
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self.address_family = found[0]
+            super().__init__(found[4][:2], _Handler)  # type: ignore[arg-type]
+        except socket.gaierror as error:
+            raise UserError(f"--host '{host}' is no address of this machine ({error.strerror})") from error
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"cannot listen on {host} port {port} ({reason}); choose another --port, or 0 for any free one"
+            ) from error
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's own asks the network for the name of this machine
+        self.server_name, self.server_port = self._host, self.server_address[1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
+
+    @property
+    def url(self) -> str:
+        host = str(self.server_address[0])
+        if ipaddress.ip_address(host).is_unspecified:
+            host = "localhost"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
+
+    def knows_host(self, header: str) -> bool:
+        """Whether a Host header is one that a person would have typed, at any port (it may be forwarded).
+
+        A page of elsewhere whose name was made to resolve to this machine (DNS rebinding) comes with that name; it can
+        never come with an address.
+        """
+        try:
+            host = urlsplit(f"//{header}").hostname or ""
+        except ValueError:
+            return False
+        try:
+            return ipaddress.ip_address(host).is_loopback or not self.is_local
+        except ValueError:
+            return host in {"localhost", self._host.lower()} or (
+                not self.is_local and host == socket.gethostname().lower()
+            )
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._open_lock:
+            full = len(self._open) >= self.limits.connections
+            if not full:
+                self._open.add(request)
+        if full:
+            with suppress(OSError):
+                request.settimeout(0)
+                request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0\r\n\r\n")
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._open_lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        self.closing = True
+        with self._open_lock:
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RD)  # whoever is still sending; answers under way may end
+        super().server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # clients come and go as they like
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: DemoServer
+    server_version, sys_version = "incseg", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._incoming = _Incoming(self.connection, self.server.limits.read_seconds)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def do_GET(self) -> None:
+        with self._answering():
+            page = self.server.pages.get(urlsplit(self.path).path)
+            if page is None:
+                raise _Refused(HTTPStatus.NOT_FOUND, "there is no such page; the only one is /")
+            self._reply(HTTPStatus.OK, *page)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        with self._answering():
+            model, step, length = self._checked()
+            if not self.server.uploads.acquire(blocking=False):
+                raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many images at once; try again", Retry_After="2")
+            try:
+                answer = self._predict(self._body(length), model, step)
+                self._reply(HTTPStatus.OK, "application/octet-stream", answer)
+            finally:
+                self.server.uploads.release()
+
+    def _checked(self) -> tuple[int, int, int]:
+        """Model, step and length of an upload, everything seen to before its body is read."""
+        target = urlsplit(self.path)
+        if target.path != _PREDICT:
+            raise _Refused(HTTPStatus.NOT_FOUND, f"images are sent to {_PREDICT} only")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin != f"http://{self.headers['Host']}":
+            raise _Refused(HTTPStatus.FORBIDDEN, "images are taken from this server's own page only")
+        kind = self.headers.get("Content-Type", "nothing").split(";")[0].strip().lower()
+        if kind not in FORMATS:
+            raise _Refused(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the file is {kind[:60]}; allowed are {', '.join(FORMATS)}"
+            )
+        lengths = self.headers.get_all("Content-Length", [])
+        if "Transfer-Encoding" in self.headers or not lengths:
+            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "the length of the image is missing; send Content-Length")
+        if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit()) or len(lengths[0]) > 18:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length must be one whole number")
+        length, most = int(lengths[0]), self.server.limits.upload_bytes
+        if length > most:
+            raise _Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the file has {length / 2**20:.1f} MB; the limit is {most / 2**20:.1f} MB",
+            )
+        wanted = parse_qs(target.query, max_num_fields=8)
+        model, step = (_number(wanted.get(name)) for name in ("model", "step"))
+        if not self.server.models.has(model, step):
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is no such model or step; load the page again")
+        return model, step, length
+
+    def _body(self, length: int) -> bytes:
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "the image broke off; send it again")
+        return body
+
+    def _predict(self, content: bytes, model: int, step: int) -> bytes:
+        with self.server.predicting:
+            if self.server.closing:
+                raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping")
+            try:
+                return self.server.models.answer(content, model, step)
+            except FileError as error:
+                raise _Refused(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error.fault}; {error.remedy}") from error
+            except UserError as error:  # may name files of this machine
+                print(f"error: {error}", file=sys.stderr)
+                raise _Refused(
+                    HTTPStatus.INTERNAL_SERVER_ERROR, "this step cannot be used; the server's terminal tells why"
+                ) from error
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise _Refused(
+                    HTTPStatus.INSUFFICIENT_STORAGE, "not enough memory for this image; shrink it"
+                ) from error
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Checks the Host header first; whatever goes wrong inside becomes one line for the client."""
+        try:
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not self.server.knows_host(hosts[0]):
+                raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, f"this server is {self.server.url} and no other")
+            yield
+        except _Refused as refusal:
+            self._refuse(refusal.status, str(refusal), refusal.headers)
+        except TimeoutError:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the image took too long; send it again")
+        except OSError:  # the client has gone
+            self.close_connection = True
+        except Exception as error:
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its terminal tells why")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server says of a request that it cannot parse or whose method is unknown, in our form."""
+        allowed = {"Allow": "GET, HEAD, POST"} if code == HTTPStatus.NOT_IMPLEMENTED else {}
+        status = HTTPStatus.METHOD_NOT_ALLOWED if allowed else HTTPStatus(code)
+        self._refuse(status, status.phrase.lower(), allowed)
+
+    def _refuse(self, status: HTTPStatus, message: str, headers: Mapping[str, str] | None = None) -> None:
+        body = json.dumps({"error": message}, ensure_ascii=False).encode()
+        with suppress(OSError):
+            self._reply(status, "application/json; charset=utf-8", body, headers)
+            # A client that is still sending would meet a reset and never read the answer.
+            self.connection.shutdown(socket.SHUT_WR)
+            self._incoming.allow(min(2.0, self.server.limits.read_seconds))
+            while self.rfile.read1(1 << 16):  # type: ignore[attr-defined]
+                pass
+        self.close_connection = True
+
+    def _reply(
+        self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.connection.settimeout(self.server.limits.write_seconds)
+        self.send_response(status)
+        lines = {"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close", **_HEADERS}
+        for name, value in (lines | dict(headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a person watches the page, not the terminal."""
+
+
+class _Incoming(io.RawIOBase):
+    """What a socket receives until a deadline for all of it; a plain timeout would begin anew with every byte."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection = connection
+        self.allow(seconds)
+
+    def allow(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+def _pages(models: Models, limits: Limits) -> dict[str, tuple[str, bytes]]:
+    """Everything that can be got: address → content type and bytes. Made once, so no request opens a file."""
+    folder = resources.files(__package__) / "page"
+    pages = {address: (kind, (folder / name).read_bytes()) for address, (name, kind) in _FILES.items()}
+    samples = {f"/samples/{index}.png": ("image/png", png) for index, png in enumerate(models.samples())}
+    about = {
+        "models": models.about(),
+        "samples": list(samples),
+        "types": list(FORMATS),
+        "upload_bytes": limits.upload_bytes,
+        "viridis": viridis().tolist(),
+    }
+    return pages | samples | {"/about.json": ("application/json", json.dumps(about).encode())}
+
+
+def _number(values: list[str] | None) -> int:
+    """A whole number of a query, −1 where there is none."""
+    value = values[0] if values and len(values) == 1 else ""
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else -1

@@ -1,0 +1,46 @@
+"""Run folders of random models for the demo's tests: as training leaves them, without the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from incseg.data.shapes import Shapes
+from incseg.engine.rundir import RunDir
+from incseg.files import write_json, write_text
+from incseg.models.files import save_segmenter
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.types import Increment
+
+SIZE = 48
+STEPS = (("disc", "square", "triangle"), ("ring",), ("star", "cross"))
+
+
+def random_run(folder: Path, method: str = "evidential", dataset: str = "shapes", seed: int = 3) -> Path:
+    """Three steps, decisive enough to predict several classes."""
+    torch.manual_seed(seed)
+    run = RunDir(folder)
+    write_text(run.config, "task: 3-1-2\n")
+    palette = Shapes().palette
+    model = Segmenter(
+        ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 2, 3)), background_output=method != "evidential"
+    )
+    known: list[int] = [0]
+    for step, classes in enumerate(STEPS):
+        ids = tuple(Shapes.info.classes.index(name) + 1 for name in classes)
+        known += ids
+        model.grow(Increment(classes, ids, 20))
+        for classifier in model.classifiers:
+            torch.nn.init.normal_(classifier.get_parameter("weight"), std=0.7)
+        about = {
+            "incseg": "0",
+            "method": {"name": method},
+            "protocol": {"dataset": dataset, "task": "3-1-2"},
+            "palette": palette[known].tolist(),
+            "test_size": SIZE,
+        }
+        run.model(step).parent.mkdir(parents=True)
+        save_segmenter(run.model(step), model.eval(), about)
+        write_json(run.row(step), {"index": step})
+    return folder
