@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through chromedriver's own protocol (W3C WebDriver): JSON over HTTP, nothing to install."""
+"""A headless Chromium, driven by chromedriver's own protocol (W3C WebDriver): JSON over HTTP, nothing to install."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Browser:
         chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
         if chromium is None or driver is None:
             pytest.skip("no browser here: apt-get install chromium chromium-driver")
-        self._driver = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._driver = subprocess.Popen(
+            [driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         assert self._driver.stdout is not None
         port = next(line for line in self._driver.stdout if "started successfully" in line).split()[-1].rstrip(".")
         self._url = f"http://127.0.0.1:{port}"

@@ -61,19 +61,21 @@ def read_image(path: PathLike) -> Image.Image:
         return as_rgb(image)
 
 
-def decode_image(content: bytes, name: str, formats: Sequence[str], most_pixels: int) -> Image.Image:
+def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
     """An image that came as bytes, as RGB; only Pillow's decoders `formats` are tried. `name` is whom errors blame.
 
     The size is read from the header and refused before anything is decoded.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is the stricter
-        with _opened(name, io.BytesIO(content), formats) as image:
-            if image.width * image.height > most_pixels:
-                raise FileError(
-                    name, f"it has {image.width}×{image.height} pixels; the limit is {most_pixels:,}", "shrink or cut it"
-                )
-            return as_rgb(image)
+    too_large = FileError(name, f"it has more than {most_pixels:,} pixels, the limit here", "shrink or cut it")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is the stricter
+            with _opened(name, io.BytesIO(content), formats) as image:
+                if image.width * image.height > most_pixels:
+                    raise too_large
+                return as_rgb(image)
+    except FileError as error:
+        raise too_large if isinstance(error.__cause__, Image.DecompressionBombError) else error from error.__cause__
 
 
 def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarray:
@@ -214,7 +216,7 @@ def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[st
 
 @contextmanager
 def _opened(
-    path: PathLike, stream: IO[bytes] | None = None, formats: Sequence[str] | None = None
+    path: PathLike, stream: IO[bytes] | None = None, formats: tuple[str, ...] | None = None
 ) -> Iterator[Image.Image]:
     """An image file, with everything that can go wrong in opening and decoding it as one FileError.
 

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ class Models:
             for model in self._known
         ]
 
+    @cached_property
     def samples(self) -> list[bytes]:
         """PNGs to begin with, where a model was trained on the embedded dataset."""
         sizes = [model.test_size for model in self._known if model.dataset == Shapes.info.name]
@@ -131,9 +133,7 @@ class Models:
         key = (model, step)
         if key not in self._loaded:
             known = self._known[model]
-            self._keep(
-                key, load(known.path, step if known.from_run else None, self.device, self.threads, self.method)
-            )
+            self._keep(key, load(known.path, step if known.from_run else None, self.device, self.threads, self.method))
         self._loaded.move_to_end(key)
         return self._loaded[key]
 
@@ -190,4 +190,3 @@ def encode(result: Result, image_size: tuple[int, int], seconds: float) -> bytes
 
 def _quantised(values: np.ndarray, kind: np.dtype) -> np.ndarray:
     return np.rint(np.clip(values, 0, 1) * np.iinfo(kind).max).astype(kind)
-

@@ -1,10 +1,10 @@
 """The server of the page: a fixed table of routes, and limits on everything that a client can send or hold.
 
-It is http.server of the standard library, not starlette on uvicorn. The page needs three routes and answers one upload
-at a time, so there is nothing for an event loop to win; and what it does need (a limit of the body before it is read, a
-deadline for slow clients, a bounded queue, the checks of Host and Origin) has to be written with either. So the lightest
-does: nothing to install, and all rules in this one file. http.server itself only parses the request line and headers;
-its file handler is not used, and no path of a request ever becomes a path on disk.
+It is http.server of the standard library, not starlette on uvicorn. The page needs a few routes and one prediction at a
+time, so an event loop has nothing to win; and what it does need (a limit of the body before it is read, a deadline for
+slow clients, a bounded queue, the checks of Host and Origin) has to be written with either. So the lightest does:
+nothing to install, and all rules in this one file. http.server itself only parses the request line and the headers;
+its handler of files is not used, and no path of a request ever becomes a path on disk.
 
 Every connection carries one request. At most `connections` of them are open, at most `uploads` of those have a body or
 an answer in memory, and one prediction runs at a time. Uploads are never written to disk and never kept.
@@ -19,15 +19,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from socketserver import TCPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import torch
 
@@ -190,28 +190,39 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self._incoming)
 
     def do_GET(self) -> None:
-        with self._answering():
-            page = self.server.pages.get(urlsplit(self.path).path)
-            if page is None:
-                raise _Refused(HTTPStatus.NOT_FOUND, "there is no such page; the only one is /")
-            self._reply(HTTPStatus.OK, *page)
+        self._answer(self._page)
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self._answer(self._page)
 
     def do_POST(self) -> None:
-        with self._answering():
-            model, step, length = self._checked()
-            if not self.server.uploads.acquire(blocking=False):
-                raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many images at once; try again", Retry_After="2")
-            try:
-                answer = self._predict(self._body(length), model, step)
-                self._reply(HTTPStatus.OK, "application/octet-stream", answer)
-            finally:
-                self.server.uploads.release()
+        self._answer(self._prediction)
+
+    def _page(self) -> None:
+        page = self.server.pages.get(self._target().path)
+        if page is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is no such page; the only one is /")
+        self._reply(HTTPStatus.OK, *page)
+
+    def _prediction(self) -> None:
+        model, step, length = self._checked()
+        if not self.server.uploads.acquire(blocking=False):
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many images at once; try again", Retry_After="2")
+        try:
+            answer = self._predict(self._body(length), model, step)
+            self._reply(HTTPStatus.OK, "application/octet-stream", answer)
+        finally:
+            self.server.uploads.release()
+
+    def _target(self) -> SplitResult:
+        try:
+            return urlsplit(self.path)
+        except ValueError:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "the address cannot be read") from None
 
     def _checked(self) -> tuple[int, int, int]:
         """Model, step and length of an upload, everything seen to before its body is read."""
-        target = urlsplit(self.path)
+        target = self._target()
         if target.path != _PREDICT:
             raise _Refused(HTTPStatus.NOT_FOUND, f"images are sent to {_PREDICT} only")
         origin = self.headers.get("Origin")
@@ -233,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the file has {length / 2**20:.1f} MB; the limit is {most / 2**20:.1f} MB",
             )
-        wanted = parse_qs(target.query, max_num_fields=8)
+        wanted = parse_qs(target.query[:200])
         model, step = (_number(wanted.get(name)) for name in ("model", "step"))
         if not self.server.models.has(model, step):
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such model or step; load the page again")
@@ -263,14 +274,13 @@ class _Handler(BaseHTTPRequestHandler):
                     HTTPStatus.INSUFFICIENT_STORAGE, "not enough memory for this image; shrink it"
                 ) from error
 
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Checks the Host header first; whatever goes wrong inside becomes one line for the client."""
+    def _answer(self, answer: Callable[[], None]) -> None:
+        """Checks the Host header first; whatever goes wrong becomes one line for the client."""
         try:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or not self.server.knows_host(hosts[0]):
                 raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, f"this server is {self.server.url} and no other")
-            yield
+            answer()
         except _Refused as refusal:
             self._refuse(refusal.status, str(refusal), refusal.headers)
         except TimeoutError:
@@ -298,9 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
                 pass
         self.close_connection = True
 
-    def _reply(
-        self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _reply(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.connection.settimeout(self.server.limits.write_seconds)
         self.send_response(status)
         lines = {"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close", **_HEADERS}
@@ -339,7 +347,7 @@ def _pages(models: Models, limits: Limits) -> dict[str, tuple[str, bytes]]:
     """Everything that can be got: address → content type and bytes. Made once, so no request opens a file."""
     folder = resources.files(__package__) / "page"
     pages = {address: (kind, (folder / name).read_bytes()) for address, (name, kind) in _FILES.items()}
-    samples = {f"/samples/{index}.png": ("image/png", png) for index, png in enumerate(models.samples())}
+    samples = {f"/samples/{index}.png": ("image/png", png) for index, png in enumerate(models.samples)}
     about = {
         "models": models.about(),
         "samples": list(samples),

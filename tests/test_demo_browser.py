@@ -1,0 +1,328 @@
+"""The demo's page in a real browser: what a person does with it, and that nothing leaves the machine."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Browser, until
+from demo_runs import STEPS, random_run
+from PIL import Image
+
+from incseg.demo.models import Models
+from incseg.demo.server import DemoServer
+from incseg.inference import Predictor, Result, load
+from incseg.report.draw import viridis
+
+READY = "return !document.querySelector('[aria-busy]') && !document.querySelector('.mask .frame.empty')"
+LABELS = """
+const canvas = document.querySelectorAll(arguments[0])[arguments[1] ?? 0];
+const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+return {width: canvas.width, height: canvas.height, data: Array.from(data)};
+"""
+SIZE = (72, 54)
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(1)
+    small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    path = tmp_path_factory.mktemp("photo") / "my photo.png"
+    small.resize(SIZE, Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def predictors(tmp_path_factory: pytest.TempPathFactory) -> list[Predictor]:
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [random_run(folder / "ours"), random_run(folder / "rival", "finetune", seed=5)]
+    return [load(run, device="cpu") for run in runs]
+
+
+@pytest.fixture(scope="module")
+def server(predictors: list[Predictor]) -> Iterator[DemoServer]:
+    runs = [Path(predictor.info["file"]).parents[2] for predictor in predictors]
+    server = DemoServer(Models(runs, "cpu"), port=0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("downloads")
+
+
+@pytest.fixture(scope="module")
+def window(downloads: Path) -> Iterator[Browser]:
+    browser = Browser(downloads)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(window: Browser, server: DemoServer, photo: Path) -> Iterator[Browser]:
+    """The page with the photograph in both models; afterwards no complaint, and no request to elsewhere."""
+    window.open(server.url)
+    window.wait(READY)  # the first sample
+    window.type("#file", str(photo))
+    window.wait(f"{READY} && document.querySelector('.mask canvas').width === {SIZE[0]}")
+    yield window
+    assert window.console() == []
+    requests = window.requests()
+    assert any("/predict" in url for url in requests)
+    assert [url for url in requests if not url.startswith(server.url)] == []
+
+
+def pixels(page: Browser, selector: str, card: int = 0) -> np.ndarray:
+    """(H, W, 3) of a canvas."""
+    drawn = page.run(LABELS, selector, card)
+    return np.array(drawn["data"], dtype=np.uint8).reshape(drawn["height"], drawn["width"], 4)[..., :3]
+
+
+def set_slider(page: Browser, selector: str, value: float) -> None:
+    page.run(
+        "const slider = document.querySelector(arguments[0]); slider.value = arguments[1];"
+        "slider.dispatchEvent(new Event('input'))",
+        selector,
+        value,
+    )
+    next_frame(page)
+
+
+def next_frame(page: Browser) -> None:
+    """Until the page has drawn what was asked for."""
+    page.run("delete window.drawn; requestAnimationFrame(() => requestAnimationFrame(() => { window.drawn = 1; }))")
+    page.wait("return window.drawn")
+
+
+def shown_labels(page: Browser, result: Result, card: int = 0) -> np.ndarray:
+    """The labels read off the mask, drawn without the image."""
+    set_slider(page, "#opacity", 100)
+    drawn = pixels(page, ".mask canvas", card).astype(int)
+    palette = result.palette.astype(int)
+    nearest = ((drawn[:, :, None] - palette[None, None]) ** 2).sum(-1).argmin(-1)
+    photo = (drawn == np.asarray(result.image)).all(-1)  # background is left clear
+    return np.where(photo, 0, nearest)
+
+
+def expected(result: Result, threshold: float) -> np.ndarray:
+    """The rule of the slider, written again."""
+    probabilities = result.probabilities
+    assert probabilities is not None
+    u_is_background = np.array_equal(result.uncertainty, probabilities[0])
+    strongest = probabilities[1:].argmax(0) + 1 if u_is_background else probabilities.argmax(0)
+    return np.where(result.uncertainty > threshold, 0, strongest)
+
+
+@pytest.fixture(scope="module")
+def results(predictors: list[Predictor], photo: Path) -> list[Result]:
+    return [predictor.predict(photo, probabilities=True) for predictor in predictors]
+
+
+def test_page_begins_with_a_sample(window: Browser, server: DemoServer) -> None:
+    window.open(server.url)
+    window.wait(READY)
+    assert window.run("return document.querySelectorAll('#samples img').length") == 6
+    assert window.run("return document.querySelector('#samples button').getAttribute('aria-pressed')") == "true"
+    assert window.run("return [...document.querySelectorAll('.card h2')].map((h) => h.textContent)") == [
+        "ours",
+        "rival",
+    ]
+    assert window.console() == []
+
+
+@pytest.mark.parametrize("card", [0, 1])
+def test_masks_of_both_models_are_their_own_decision(page: Browser, results: list[Result], card: int) -> None:
+    np.testing.assert_array_equal(shown_labels(page, results[card], card), results[card].labels)
+
+
+def test_maps_are_viridis_of_u_and_of_the_chosen_class(page: Browser, results: list[Result]) -> None:
+    result = results[0]
+    assert result.probabilities is not None
+    level = np.rint(result.uncertainty * 65535).astype(int) >> 8
+    np.testing.assert_array_equal(pixels(page, ".uncertainty .frame canvas"), viridis()[level])
+    page.run(
+        "const select = document.querySelector('.probability select'); select.value = arguments[0];"
+        "select.dispatchEvent(new Event('change'))",
+        "ring",
+    )
+    next_frame(page)
+    level = np.rint(result.probabilities[result.classes.index("ring")] * 255).astype(int)
+    np.testing.assert_array_equal(pixels(page, ".probability .frame canvas"), viridis()[level])
+    assert page.run("return document.querySelectorAll('.probability select')[1].value") == "ring"  # one for both
+
+
+@pytest.mark.parametrize("card", [0, 1])
+def test_slider_moves_the_decision(page: Browser, results: list[Result], card: int) -> None:
+    seen = []
+    for threshold in (0.1, 0.4, 0.9):
+        set_slider(page, "#threshold", threshold)
+        shown = shown_labels(page, results[card], card)
+        assert np.mean(shown == expected(results[card], threshold)) > 0.999  # u is sent with 16 bits
+        seen.append(np.mean(shown > 0))
+    assert seen == sorted(seen)
+    assert seen[0] < seen[-1]
+    assert not page.run("return document.querySelector('#own').checked")
+    page.click("#own")
+    next_frame(page)
+    np.testing.assert_array_equal(shown_labels(page, results[card], card), results[card].labels)
+
+
+def test_slider_by_keyboard(page: Browser) -> None:
+    page.type("#threshold", "\ue014" * 3)  # arrow right
+    assert page.text("#threshold-value") == "0.53"
+
+
+def test_a_class_that_is_off_is_background(page: Browser, results: list[Result]) -> None:
+    result = results[0]
+    label = int(np.bincount(result.labels.ravel())[1:].argmax()) + 1
+    page.click(f"#classes li[data-name='{result.classes[label]}'] input")
+    next_frame(page)
+    np.testing.assert_array_equal(shown_labels(page, result), np.where(result.labels == label, 0, result.labels))
+    page.click("#none")
+    next_frame(page)
+    assert not shown_labels(page, result).any()
+    page.click("#all")
+    next_frame(page)
+    np.testing.assert_array_equal(shown_labels(page, result), result.labels)
+
+
+def test_hover_tells_the_numbers_of_both_models(page: Browser, results: list[Result]) -> None:
+    page.hover(".mask canvas", 0.3, 0.6)
+    page.wait("return document.querySelectorAll('.cross').length === 6")
+    for card, result in enumerate(results):
+        assert result.probabilities is not None
+        text = page.run("return document.querySelectorAll('.readout .where')[arguments[0]].textContent", card)
+        x, y = (int(word.strip(",:")) for word in (text.split()[1], text.split()[3]))
+        assert abs(x - 0.3 * SIZE[0]) <= 1
+        assert abs(y - 0.6 * SIZE[1]) <= 1
+        assert f": {result.classes[result.labels[y, x]]}, u = {result.uncertainty[y, x]:.3f}" in text
+        rows = page.run(
+            "return [...document.querySelectorAll('.readout')[arguments[0]].querySelectorAll('li')]"
+            ".map((row) => [row.querySelector('.name').textContent, Number(row.querySelector('.value').textContent)])",
+            card,
+        )
+        assert rows[0][0] == result.classes[int(result.probabilities[:, y, x].argmax())]
+        for name, value in rows:
+            assert abs(value - result.probabilities[result.classes.index(name), y, x]) < 0.0101
+
+
+def test_pixels_by_keyboard(page: Browser) -> None:
+    page.type(".mask canvas", "\ue014\ue015")  # right, down: from the middle
+    next_frame(page)
+    assert page.text(".readout .where").startswith(f"x {SIZE[0] // 2 + 1}, y {SIZE[1] // 2 + 1}: ")
+
+
+@pytest.mark.parametrize("card", [0, 1])
+def test_saved_mask_is_what_predict_writes(page: Browser, results: list[Result], downloads: Path, card: int) -> None:
+    file = downloads / f"my photo_{card + 1}_mask.png"
+    page.run("document.querySelectorAll('.download')[arguments[0]].click()", card)
+    until(file.exists, f"{file.name} is saved")
+    with Image.open(file) as mask:
+        assert (mask.mode, mask.size) == ("P", SIZE)
+        np.testing.assert_array_equal(np.asarray(mask), results[card].ids)
+        colours = np.array(mask.getpalette()).reshape(-1, 3)
+    np.testing.assert_array_equal(colours[list(results[card].class_ids)], results[card].palette)
+    file.unlink()
+
+
+def test_saved_mask_follows_slider_and_classes(page: Browser, results: list[Result], downloads: Path) -> None:
+    set_slider(page, "#threshold", 0.95)
+    page.click("#classes li[data-name='disc'] input")
+    next_frame(page)
+    page.click(".download")
+    file = downloads / "my photo_1_mask.png"
+    until(file.exists, "the mask is saved")
+    labels = expected(results[0], 0.95)
+    labels[labels == results[0].classes.index("disc")] = 0
+    with Image.open(file) as mask:
+        assert np.mean(np.asarray(mask) == np.array(results[0].class_ids)[labels]) > 0.999
+    file.unlink()
+
+
+def test_step_of_one_model_is_chosen_alone(page: Browser) -> None:
+    page.run(
+        "const step = document.querySelector('.step select'); step.value = 0; step.dispatchEvent(new Event('change'))"
+    )
+    page.wait("return document.querySelector('.probability select').length === arguments[0]", 1 + len(STEPS[0]))
+    assert page.run("return document.querySelectorAll('.probability select')[1].length") == 1 + sum(map(len, STEPS))
+
+
+def drop(page: Browser, name: str, kind: str, content: str) -> None:
+    page.run(
+        "const files = new DataTransfer();"
+        "files.items.add(new File([Uint8Array.from(atob(arguments[2]), (c) => c.charCodeAt(0))], arguments[0],"
+        " {type: arguments[1]}));"
+        "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: files, bubbles: true, cancelable: true}))",
+        name,
+        kind,
+        content,
+    )
+
+
+def test_an_image_can_be_dropped(page: Browser) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (31, 17), "red").save(stream, "WEBP")
+    drop(page, "red.webp", "image/webp", base64.b64encode(stream.getvalue()).decode())
+    page.wait("return document.querySelector('.mask canvas').width === 31")
+
+
+@pytest.mark.parametrize(("name", "kind", "said"), [
+    ("notes.txt", "text/plain", "Notes.txt is text/plain; allowed are JPEG, PNG"),
+    ("photo.heic", "", "Photo.heic is of an unknown type"),
+])  # fmt: skip
+def test_no_image_is_said_at_once(page: Browser, name: str, kind: str, said: str) -> None:
+    drop(page, name, kind, "aGVsbG8=")
+    assert page.text("#message").startswith(said)
+
+
+def test_a_broken_image_is_said_and_the_next_works(
+    window: Browser, server: DemoServer, photo: Path, tmp_path: Path
+) -> None:
+    window.open(server.url)
+    window.wait(READY)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(photo.read_bytes()[:300])
+    window.type("#file", str(broken))
+    window.wait("return !document.querySelector('#message').hidden")
+    assert "cannot be read as an image" in window.text("#message")
+    window.type("#file", str(photo))
+    window.wait(f"{READY} && document.querySelector('#message').hidden")
+    assert all("422" in line for line in window.console())  # what the browser says of a refused request
+    window.requests()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_screenshot_of_every_kind_of_screen(page: Browser, width: int, scheme: str) -> None:
+    page.run_command("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False)
+    page.run_command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    try:
+        next_frame(page)
+        assert page.run("return document.documentElement.scrollWidth") <= width  # nothing to push sideways
+        with Image.open(io.BytesIO(page.screenshot())) as shot:
+            assert shot.width == width
+            corner: Any = shot.convert("L").getpixel((2, 300))
+        assert corner < 60 if scheme == "dark" else corner > 200
+    finally:
+        page.run_command("Emulation.clearDeviceMetricsOverride")
+        page.run_command("Emulation.setEmulatedMedia", features=[])
+
+
+def test_everything_has_a_name_for_screen_readers(page: Browser) -> None:
+    nameless = page.run(
+        "return [...document.querySelectorAll('button, input, select')].filter((control) =>"
+        " !(control.textContent.trim() && control.tagName === 'BUTTON') && !control.labels?.length"
+        " && !control.querySelector?.('img[alt]')).map((control) => control.outerHTML)"
+    )
+    assert nameless == []
+    assert "Mask over my photo.png" in page.run("return document.querySelector('.mask canvas').ariaLabel")
