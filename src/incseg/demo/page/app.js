@@ -67,7 +67,6 @@ async function predict(card) {
     const result = await ask(card, signal);
     if (signal.aborted) return;
     card.result = result;
-    show(null);
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
     card.result = null;
@@ -91,6 +90,7 @@ function open(blob, name) {
   } else {
     state.image = {blob, name};
     state.at = null;
+    show(null);
     cards.forEach(predict);
   }
 }
@@ -537,7 +537,10 @@ function buildCard(model, index) {
     select.append(new Option(`${step}: ${step ? "+ " : ""}${names}`, step));
   }
   select.selectedIndex = model.steps.length - 1;
-  select.addEventListener("change", () => state.image && predict(card));
+  select.addEventListener("change", () => {
+    show(null);
+    if (state.image) predict(card);
+  });
   find(".download", element).addEventListener("click", () => save(card));
   find(".probability select", element).addEventListener("change", (event) => {
     state.chosen = event.target.value;
