@@ -25,7 +25,7 @@ FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP", "imag
 """Content types that are taken, and Pillow's decoder of each; no other decoder is ever tried."""
 MOST_PIXELS = 64_000_000
 """Of an image; about 200 MB decoded."""
-LONGEST_SIDE = 1024
+LONGEST_SIDE = 800
 """Of an answer: more than a panel of the page shows."""
 MOST_ANSWER_BYTES = 32 << 20
 """With many classes the answer gets smaller sides instead of more bytes."""
