@@ -324,7 +324,9 @@ function renderPixel() {
     where.replaceChildren(
       `x ${fullX}, y ${fullY}: `, strong, `, u = ${(result.u[i] / 65535).toFixed(3)}`,
     );
-    const ranked = result.probabilities.map((plane, k) => [plane[i] / 255, k]).sort((a, b) => b[0] - a[0] || a[1] - b[1]);
+    const ranked = result.probabilities.map((plane, k) => [plane[i] / 255, k]);
+    if (result.u_is_background) ranked[0][0] = result.u[i] / 65535; // the same number, finer
+    ranked.sort((one, other) => other[0] - one[0] || one[1] - other[1]);
     for (const [value, k] of ranked.slice(0, TOP).filter(([value]) => value >= 0.005)) {
       const row = document.createElement("li");
       row.append(
