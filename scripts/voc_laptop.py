@@ -153,7 +153,8 @@ def work(queue: Queue, root: str, threads: int) -> None:
         if job.name in RETESTED and (folder / "results.json").exists():
             for options in missing_retests(folder):
                 flags = [word for name, value in options.items() for word in (f"--method.{name}", str(value))]
-                incseg(["eval", str(folder), "--save", *common, *flags], folder.with_name(f"{folder.name}.retests.log"), threads)
+                log = folder.with_name(f"{folder.name}.retests.log")
+                incseg(["eval", str(folder), "--save", *common, *flags], log, threads)
 
 
 def prepare(job: Run, root: str, out: Path) -> list[str]:
