@@ -166,12 +166,12 @@ class Setup:
         protocol = Protocol(source.info, config.task, setting, config.rules, config.order)
         train = read_presence_of(source, "train", config.data.presence, reporter)
         held_out = _held_out(len(train.names), config.data.holdout)
-        test = train if held_out else read_presence_of(source, "val", None, reporter)
+        split, test_images = test_images_of(source, config.data)
+        test = train if split == "train" else read_presence_of(source, "val", None, reporter)
         train_images = [
-            _limit([image for image in images if image not in held_out], config.data.train_limit)
+            evenly([image for image in images if image not in held_out], config.data.train_limit)
             for images in protocol.train_images(train.classes)
         ]
-        test_images = _limit(held_out or range(len(test.names)), config.data.val_limit)
         counted = []
         for step in protocol.steps:
             allowed = set(protocol.test_images(step, test.classes))
@@ -187,7 +187,6 @@ class Setup:
         summary = protocol.as_dict()
         for row, images, flags in zip(summary["steps"], train_images, counted, strict=True):
             row |= {"train_images": len(images), "test_images": sum(flags)}
-        split: Split = "train" if held_out else "val"
         return Setup(source, protocol, train_images, test_images, counted, summary, notes, split)
 
     def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
@@ -270,7 +269,14 @@ def _held_out(count: int, every: int | None) -> range:
     return range(every // 2, count, every)
 
 
-def _limit(images: Sequence[int], most: int | None) -> tuple[int, ...]:
+def test_images_of(source: Source, config: DataConfig) -> tuple[Split, tuple[int, ...]]:
+    """The images that models are tested on, and the split they are of."""
+    if config.holdout is None:
+        return "val", evenly(range(len(source.names("val"))), config.val_limit)
+    return "train", evenly(_held_out(len(source.names("train")), config.holdout), config.val_limit)
+
+
+def evenly(images: Sequence[int], most: int | None) -> tuple[int, ...]:
     """At most so many of the images, evenly spread."""
     if most is None or len(images) <= most:
         return tuple(images)

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from incseg.data.transforms import normalise
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
-from incseg.methods import METHODS, build_method
+from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
@@ -203,6 +203,7 @@ def load(
     if not (isinstance(settings, dict) and "name" in settings):
         raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
     _require_trusted(file, settings["name"], method)
+    settings = _without_lost_options(settings)
     ids = (BACKGROUND, *(i for increment in model.increments for i in increment.ids))
     return Predictor(
         model=model,
@@ -216,6 +217,7 @@ def load(
             **{key: value for key, value in about.items() if key != "palette"},
             "file": str(file),
             "step": len(model.increments) - 1,
+            "method": settings,
             "model": asdict(model.config),
         },
     )
@@ -227,6 +229,12 @@ def _require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
             f"model file '{file}' was trained by '{name}', which is not part of incseg and would be imported; "
             f"if you trust it, name it yourself: --method {name}"
         )
+
+
+def _without_lost_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without options that another version of the method had and that were off: here they would change nothing."""
+    known = {"name", *(option.name for option in fields(find_method(settings["name"]).Config))}
+    return {key: value for key, value in settings.items() if key in known or value}
 
 
 def open_image(image: ImageLike) -> Image.Image:

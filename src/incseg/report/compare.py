@@ -168,12 +168,13 @@ def _cell(groups: Sequence[Group], column: Column, joint: bool) -> dict[str, Spr
     own = [g for g in groups if g.first.task == task and (joint or setting in ("", g.first.setting))]
     if own:
         return {name: found for name in ALL_FIGURES if (found := own[0].figure(name))}
-    others = [g for g in groups if joint and _learns_everything(g.first.task) and _learns_everything(task)]
+    others = [g for g in groups if joint and learns_everything(g.first.task) and learns_everything(task)]
     found = others[0].figure("all") if others else None
     return {"all": found} if found else {}
 
 
-def _learns_everything(task: str) -> bool:
+def learns_everything(task: str) -> bool:
+    """Whether a task is of all classes, as the named ones are; own groups may leave some out."""
     return task == JOINT or re.fullmatch(r"\d+-\d+", task) is not None
 
 

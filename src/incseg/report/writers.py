@@ -1,8 +1,9 @@
-"""A table as Markdown, LaTeX or CSV."""
+"""A table as Markdown, LaTeX, HTML or CSV."""
 
 from __future__ import annotations
 
 import csv
+import html
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,6 +117,26 @@ def _latex(text: str) -> str:
 
 def _escaped(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
+
+
+def to_html(table: Table) -> str:
+    """A <table>, ours marked by the class `ours`; what stands under it is for the page to set."""
+    width = len(FIGURES)
+    tasks = "".join(f'<th colspan="{width}">{html.escape(" ".join(column).strip())}</th>' for column in table.columns)
+    names = "".join(f"<th>{figure.capitalize()}</th>" for figure in FIGURES) * len(table.columns)
+    lines = [f"<thead><tr><th></th><th></th>{tasks}</tr>", f"<tr><th>method</th><th>seeds</th>{names}</tr></thead>"]
+    for line in table.lines:
+        cells = "".join(f"<td>{inline_html(cell)}</td>" for cell in _cells(table, line, lambda text: f"**{text}**"))
+        kind = "" if line.published else ' class="ours"'
+        lines.append(f"<tr{kind}><th>{inline_html(line.label)}</th><td>{_seeds(line)}</td>{cells}</tr>")
+    return "\n".join(["<table>", *lines, "</table>"])
+
+
+def inline_html(text: str) -> str:
+    """Markdown's **bold** and `code` as elements, every other character as itself."""
+    text = html.escape(text)
+    text = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
+    return re.sub("`([^`]*)`", r"<code>\1</code>", text)
 
 
 def to_csv(tables: Iterable[Table]) -> str:

@@ -1,0 +1,114 @@
+"""`incseg report`: one HTML page of some runs, and its figures as PNG and SVG."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import incseg
+from incseg.cli.settings import usual_settings
+from incseg.files import write_text
+from incseg.gallery import Models, report_blocks
+from incseg.report.chapters import section_blocks, table_chapters, under_way
+from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
+from incseg.report.sections import sections_of
+from incseg.report.tables import RunRecord, read_runs
+from incseg.types import UserError
+
+HELP = "a page with tables, curves, pictures and uncertainty of some runs, and its figures as PNG and SVG"
+IMAGES = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders with run folders in them")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the page goes (default: RUN/report)")
+    parser.add_argument(
+        "--images", type=int, default=IMAGES, metavar="N",
+        help=f"test images shown to the models, evenly chosen; 0 needs neither data nor models (default: {IMAGES})",
+    )  # fmt: skip
+    parser.add_argument("--root", metavar="DIR", help="folder of the dataset, where it has moved since training")
+    parser.add_argument("--method", metavar="NAME", help="of models trained by your own package.module:Class: its name")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
+    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.epilog = f"Writes DIR/index.html, which needs no other file, and DIR/{FIGURES_FOLDER}/*.png and *.svg."
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.images < 0:
+        raise UserError(f"--images is {args.images}; give how many test images, or 0 for none")
+    began = time.monotonic()
+    warnings = _Warnings()
+    records = read_runs(args.runs, usual_settings, warnings.add)
+    for record in (record for record in records if not record.rows):
+        warnings.add(f"{record.folder} has no finished step yet")
+    records = [record for record in records if record.rows]
+    if not records:
+        reasons = f" ({warnings.lines[0]})" if warnings.lines else ""
+        raise UserError(f"nothing to report in {', '.join(args.runs)}{reasons}; incseg train makes runs")
+    out = _folder(args)
+    figures = out / FIGURES_FOLDER
+    chapters = table_chapters(records, warnings.add)
+    chapters += [chapter] if (chapter := under_way(records)) else []
+    models = Models(args.device, args.threads, args.method)
+    sections = sections_of(records, warnings.add)
+    of_sections = [Chapter(s.title, section_blocks(s, figures, warnings.add)) for s in sections]
+    if args.images:
+        asked, across = report_blocks(sections, args.images, args.root, figures, models, _say)
+        for chapter, blocks in zip(of_sections, asked, strict=True):
+            chapter.blocks += blocks
+        of_sections += [Chapter("Task against task", across)] if across else []
+    notices = [Notice("Left out or incomplete", warnings.lines)] if warnings.lines else []
+    text = page(_title(records), _about(records), notices, [*chapters, *of_sections], _footer(args, began))
+    write_text(out / "index.html", text)
+    seconds, megabytes = time.monotonic() - began, len(text.encode()) / 1e6
+    count = len(list(figures.glob("*.png")))
+    print(f"{out / 'index.html'} ({megabytes:.1f} MB) and {count} figures in {figures}, in {seconds:.0f} s")
+    return 0
+
+
+class _Warnings:
+    """Lines for the page that are also told at once, each once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        line = " ".join(line.split())
+        if line not in self.lines:
+            self.lines.append(line)
+            print(f"warning: {line}", file=sys.stderr)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    if args.out is None and len(args.runs) > 1:
+        raise UserError(f"{len(args.runs)} folders were given; say with --out DIR where their page goes")
+    out: Path = args.out or Path(args.runs[0]) / "report"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out '{out}' is a file; choose a folder")
+    return out
+
+
+def _title(records: Sequence[RunRecord]) -> str:
+    return "incseg: " + ", ".join(sorted({f"{record.dataset} {record.task}" for record in records}))
+
+
+def _about(records: Sequence[RunRecord]) -> str:
+    runs = [record for record in records if record.retest is None]
+    methods = ", ".join(f"`{name}`" for name in sorted({record.method for record in runs}))
+    seeds = ", ".join(str(seed) for seed in sorted({record.seed for record in runs}))
+    return f"{len(runs)} run{'s' * (len(runs) != 1)} of {methods}; seed{'s' * (',' in seeds)} {seeds}."
+
+
+def _footer(args: argparse.Namespace, began: float) -> str:
+    words = ["incseg", "report", *(Path(given).name for given in args.runs), "--images", str(args.images)]
+    when = datetime.now().strftime("%Y-%m-%d %H:%M")
+    return f"Written {when} by incseg {incseg.__version__}: `{shlex.join(words)}`."

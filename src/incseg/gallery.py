@@ -1,0 +1,436 @@
+"""What the models of some runs say of a few test images: the part of a report that needs models and data.
+
+Everything is taken from evenly chosen test images, and what is shown of them is chosen by rule (report/choice.py).
+What cannot be made, because data or models are not here, is told in a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from incseg.data.source import Source
+from incseg.experiment import DataConfig, evenly, open_source, test_images_of
+from incseg.inference import Predictor, Result, load
+from incseg.metrics.uncertainty import BINS, score_counts
+from incseg.report.choice import SCORE_RULE, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
+from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
+from incseg.report.page import Block
+from incseg.report.pictures import Classes, Row, Tile, sheet
+from incseg.report.sections import MAIN, MethodRuns, Section
+from incseg.report.style import Drawn, keep
+from incseg.report.tables import RunRecord
+from incseg.types import BACKGROUND, IGNORE, UserError
+
+MOST_METHODS = 6
+"""Methods whose models are asked, the main one and then the best by All."""
+LONGEST_SIDE = 512
+"""Larger test images are shrunk to this: they are looked at, not measured."""
+_CONFIDENCE_BINS = 15
+_SCORE_STRIDE = 2  # every so many-th pixel in both directions is ranked, as in tests
+_MOST_MAPS = 3
+_STEPS_A_ROW = 6
+_FAILURES = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
+"""What data or models of another version, or half of them, can raise: told in a line, the rest is still made."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Photo:
+    """A test image with its truth in dataset ids; 255 is not counted."""
+
+    name: str
+    image: Image.Image
+    truth: np.ndarray
+
+
+@dataclass
+class Look:
+    """What one model says of the photos.
+
+    classes:     dataset ids it has learnt.
+    predicted:   (H, W) dataset ids, photo by photo.
+    scores:      of the photos that show a class it has learnt.
+    reliability: of its labels, over all photos.
+    unknown:     {"seen" or "background": histograms}, where classes are still to come.
+    """
+
+    classes: tuple[int, ...]
+    predicted: list[np.ndarray] = field(default_factory=list)
+    scores: dict[int, float] = field(default_factory=dict)
+    reliability: Reliability = field(default_factory=lambda: Reliability(*np.zeros((3, _CONFIDENCE_BINS))))
+    unknown: dict[str, Unknown] = field(default_factory=dict)
+
+
+@dataclass
+class Gallery:
+    """The photos of one section, and its models."""
+
+    section: Section
+    source: Source
+    photos: list[Photo]
+    of_all: int
+    loaded: Callable[[RunRecord, int], Predictor]
+    folder: Path
+    say: Say
+    missing: list[str] = field(default_factory=list)
+    looks: dict[str, list[Look]] = field(default_factory=dict)
+    """By the label of a method: the main one after every step, the others after the first and the last."""
+
+    @property
+    def classes(self) -> Classes:
+        info = self.source.info
+        zero = "background" if info.has_background else "unlabelled"
+        return Classes({BACKGROUND: zero, **dict(enumerate(info.classes, start=1))}, self.source.palette)
+
+    def truth(self, photo: int, learnt: Sequence[int], unseen: int) -> np.ndarray:
+        """The truth as a model that has learnt these classes is tested by: later ones are background, or ignored."""
+        table = np.full(256, unseen, dtype=np.uint8)
+        table[list(learnt)] = learnt
+        table[IGNORE] = IGNORE
+        table[BACKGROUND] = BACKGROUND if self.source.info.has_background else IGNORE
+        return table[self.photos[photo].truth]
+
+    def look(self, record: RunRecord, step: int) -> Look:
+        """Show all photos to the model of a step."""
+        predictor = self.loaded(record, step)
+        learnt = predictor.ids[1:]
+        look = Look(learnt)
+        unseen = IGNORE if record.rules.get("unseen_at_test") == "ignore" else BACKGROUND
+        future = step < record.num_steps - 1
+        histograms = {other: torch.zeros(2, BINS, dtype=torch.int64) for other in ("seen", "background")}
+        for index, photo in enumerate(self.photos):
+            result = predictor.predict(photo.image, probabilities=True)
+            truth = self.truth(index, learnt, unseen)
+            look.predicted.append(result.ids)
+            if shown_classes(truth, learnt):
+                look.scores[index] = image_score(result.ids, truth)
+            _count_confidence(look.reliability, result, truth)
+            if future:
+                self._count_unknown(histograms, result, photo.truth, learnt)
+        if future:
+            look.unknown = {other: Unknown(*counts) for other, counts in histograms.items()}
+        return look
+
+    def _count_unknown(
+        self, histograms: dict[str, torch.Tensor], result: Result, truth: np.ndarray, learnt: Sequence[int]
+    ) -> None:
+        assert result.probabilities is not None
+        some = (slice(None, None, _SCORE_STRIDE),) * 2
+        truth = truth[some]
+        seen, background = np.isin(truth, learnt), truth == BACKGROUND
+        unseen = ~seen & ~background & (truth != IGNORE)
+        scores = {"seen": result.uncertainty[some], "background": 1 - result.probabilities[0][some]}
+        for other, pixels in (("seen", seen), ("background", background)):
+            for row, chosen in enumerate((unseen, pixels)):
+                histograms[other][row] += score_counts(torch.from_numpy(scores[other][chosen]))
+
+    def keep(self, name: str, caption: str, rows: Sequence[Row]) -> Drawn:
+        return keep(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", caption)
+
+
+def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) -> None:
+    assert result.probabilities is not None
+    counted = truth != IGNORE
+    sure = np.take_along_axis(result.probabilities, result.labels[None].astype(np.int64), axis=0)[0][counted]
+    right = (result.ids == truth)[counted]
+    bins = np.clip((sure * _CONFIDENCE_BINS).astype(int), 0, _CONFIDENCE_BINS - 1)
+    for row, weights in ((counts.pixels, None), (counts.confidence, sure), (counts.right, right)):
+        row += np.bincount(bins, weights, minlength=_CONFIDENCE_BINS)
+
+
+# --- opening -------------------------------------------------------------------------------------------------
+
+
+def open_gallery(
+    section: Section,
+    images: int,
+    root: str | None,
+    folder: Path,
+    loaded: Callable[[RunRecord, int], Predictor],
+    say: Say,
+) -> Gallery:
+    """The test images of a section's main run, as many as asked for, evenly chosen."""
+    settings = section.main.longest.settings
+    names = [option.name for option in dataclasses.fields(DataConfig) if f"data.{option.name}" in settings]
+    data = DataConfig(**{name: settings[f"data.{name}"] for name in names})
+    if root is not None:
+        data.root = root
+    source = open_source(data)
+    split, numbers = test_images_of(source, data)
+    photos = []
+    for number in evenly(numbers, images):
+        image, mask = source.pair(split, number)
+        factor = min(1.0, LONGEST_SIDE / max(image.size))
+        size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+        truth = np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
+        photos.append(Photo(source.names(split)[number], image.resize(size, Image.Resampling.BILINEAR), truth))
+    if not photos:
+        raise UserError("it has no test images")
+    return Gallery(section, source, photos, len(numbers), loaded, folder, say)
+
+
+class Models:
+    """Predictors of runs, the last few kept."""
+
+    def __init__(self, device: str, threads: int | None, method: str | None) -> None:
+        self._options: dict[str, Any] = {"device": device, "threads": threads, "method": method}
+        self._kept: dict[tuple[Path, int], Predictor] = {}
+
+    def __call__(self, record: RunRecord, step: int) -> Predictor:
+        key = (record.folder, step)
+        if key not in self._kept:
+            while len(self._kept) >= 4:  # a few hundred megabytes each, at worst
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = load(record.folder, step, **self._options)
+        return self._kept[key]
+
+
+def report_blocks(
+    sections: Sequence[Section], images: int, root: str | None, folder: Path,
+    loaded: Callable[[RunRecord, int], Predictor], say: Say,
+) -> tuple[list[list[Block]], list[Block]]:  # fmt: skip
+    """For each section its blocks, or where its data is not here one that says so; and what compares the sections."""
+    found, galleries = [], []
+    for section in sections:
+        try:
+            gallery = open_gallery(section, images, root, folder, loaded, say)
+        except _FAILURES as error:
+            why = f"Pictures, reliability and the curves of unknown classes are left out: {_one_line(error)}."
+            found.append([Block("Test images", [why])])
+            continue
+        found.append(blocks(gallery))
+        galleries.append(gallery)
+    return found, _tasks(galleries)
+
+
+# --- what is shown -------------------------------------------------------------------------------------------
+
+
+def asked_methods(section: Section) -> list[MethodRuns]:
+    """The main method, then the others by All, best first."""
+
+    def last_all(method: MethodRuns) -> float:
+        found = method.figure("all", method.num_steps - 1)
+        return found.mean if found else 0.0
+
+    others = sorted(section.methods[1:], key=last_all, reverse=True)
+    return [section.main, *others[: MOST_METHODS - 1]]
+
+
+def blocks(gallery: Gallery) -> list[Block]:
+    """Reliability, unknown classes and pictures of a section."""
+    section = gallery.section
+    methods = []
+    for method in asked_methods(section):
+        last = len(method.longest.rows) - 1
+        steps = range(last + 1) if method is section.main else sorted({0, last})
+        gallery.say(f"{section.title}: {method.label}, {len(gallery.photos)} images, {len(steps)} models")
+        try:
+            gallery.looks[method.label] = [gallery.look(method.longest, step) for step in steps]
+            methods.append(method)
+        except _FAILURES as error:
+            gallery.missing.append(f"No pictures of {method.label}: {_one_line(error)}.")
+    if not methods:
+        return [Block("Test images", gallery.missing)]
+    chosen = _chosen(gallery, methods)
+    pictures = [make(gallery, methods, chosen) for make in (_probabilities, _methods, _steps)]
+    rule = (
+        f"{len(gallery.photos)} of {gallery.of_all} test images, evenly chosen by their place in the list, were shown "
+        f"to the models of the smallest seed. {SCORE_RULE} Ranked by {methods[0].label} after its last step: hardest "
+        "is the lowest score, best the highest, median the one in the middle, among the images that show a learnt "
+        "class; largest fall is where the score fell most from an earlier step to the last; largest lead and lag are "
+        "where it is furthest ahead of and behind the best of the other methods. Nothing is chosen by hand."
+    )
+    return [
+        _certainty(gallery, methods),
+        Block("Which images are shown", [rule, *gallery.missing]),
+        *(block for block in pictures if block.figures or block.texts),
+    ]
+
+
+def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
+    """Reliability diagram and the curves of classes to come."""
+    section, looks = gallery.section, gallery.looks
+    index_of = {method.label: index for index, method in enumerate(section.methods)}
+    by_method = {m.label: (index_of[m.label], looks[m.label][-1].reliability) for m in methods}
+    few = f"{len(gallery.photos)} test images"
+    caption = (
+        f"Reliability of the last models on {few}: of the pixels whose predicted label has probability p, which share "
+        "is right? On the dashed line a model is as right as it is sure; below it, too sure. The lower panel tells how "
+        "many pixels there are. The calibration error is the distance to the line, averaged over pixels."
+    )
+    figures = [keep(reliability(by_method), gallery.folder, f"{section.key}-reliability", caption)]
+    counts: dict[str, dict[str, tuple[int, Unknown]]] = {"seen": {}, "background": {}}
+    for method in methods:
+        for other, found in looks[method.label][0].unknown.items():
+            if found.can_be_drawn:
+                counts[other][method.label] = (index_of[method.label], found)
+    if not gallery.source.info.has_background:
+        del counts["background"]
+    texts: list[str] = []
+    if any(counts.values()):
+        caption = (
+            f"Does the model know what it does not know? The models after step 0 on {few}: pixels of classes that are "
+            "learnt in later steps, told from pixels of learnt classes by the uncertainty u, and from true background "
+            "by 1 − P(background). The dashed line is guessing."
+        )
+        figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", caption))
+    elif section.main.longest.num_steps > 1:
+        texts = ["None of these images shows a class of a later step, so there are no curves of unknown classes."]
+    return Block("Certainty and unknown classes", texts, figures)
+
+
+def _chosen(gallery: Gallery, methods: Sequence[MethodRuns]) -> dict[str, int]:
+    looks = gallery.looks
+    main = looks[methods[0].label]
+    chosen = extremes(main[-1].scores)
+    fallen = largest_fall([look.scores for look in _common(main)]) if len(main) > 1 else None
+    if fallen is not None and fallen not in chosen.values():
+        chosen["largest fall"] = fallen
+    if len(methods) > 1:
+        chosen |= leads(main[-1].scores, looks[methods[1].label][-1].scores, chosen)
+    return chosen
+
+
+def _common(looks: Sequence[Look]) -> list[Look]:
+    """Only the photos that every step has a score of."""
+    everywhere = set.intersection(*(set(look.scores) for look in looks))
+    return [
+        dataclasses.replace(look, scores={i: score for i, score in look.scores.items() if i in everywhere})
+        for look in looks
+    ]
+
+
+def _photo_tiles(gallery: Gallery, photo: int) -> tuple[Tile, Tile]:
+    one = gallery.photos[photo]
+    return Tile("image", np.asarray(one.image)), Tile("truth", one.truth)
+
+
+def _score_text(look: Look, photo: int) -> str:
+    return f" {look.scores[photo]:.0f} %" if photo in look.scores else ""
+
+
+def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
+    """The paper's figure 2."""
+    looks = gallery.looks
+    main = looks[methods[0].label][-1]
+    classes = {i: shown_classes(gallery.photos[i].truth, main.classes) for i in main.scores}
+    photo = with_two_classes(main.scores, classes)
+    if photo is None:
+        return Block("Probabilities", ["None of these images shows a learnt class."])
+    rows = []
+    for number, method in enumerate(methods[:2]):
+        result = gallery.loaded(method.longest, len(method.longest.rows) - 1).predict(
+            gallery.photos[photo].image, probabilities=True
+        )
+        assert result.probabilities is not None
+        is_u = method.runs.first.method == MAIN
+        tiles = [_photo_tiles(gallery, photo)[number], Tile("P(background)" + " = u" * is_u, result.probabilities[0])]
+        for label in classes[photo][:_MOST_MAPS]:
+            if label not in result.class_ids:
+                continue  # a run under way that has not got so far
+            shown = result.probabilities[result.class_ids.index(label)]
+            tiles.append(Tile(f"P({gallery.classes.name(label)})", shown))
+        tiles.append(Tile("prediction" + _score_text(looks[method.label][-1], photo), result.ids))
+        rows.append(Row(tiles, method.label))
+    if len(rows) == 1:
+        rows[0] = Row([*_photo_tiles(gallery, photo), *rows[0].tiles[1:]], rows[0].label)
+    above = methods[0].label
+    if len(methods) > 1:
+        above += f" above, {methods[1].label}, the best of the others by All, below"
+    caption = (
+        f"The paper's figure 2 on {gallery.photos[photo].name}: {above}. Where every class is unlikely, the evidential "
+        "model is uncertain, and its uncertainty is the probability of background. The image is the median of those "
+        "that show at least two learnt classes (1 % of the pixels each)."
+    )
+    return Block("Probabilities", [], [gallery.keep("probabilities", caption, rows)])
+
+
+def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
+    """The paper's figure 3 and its supplement's."""
+    rows = []
+    for name, photo in chosen.items():
+        tiles = list(_photo_tiles(gallery, photo))
+        for method in methods:
+            look = gallery.looks[method.label][-1]
+            tiles.append(Tile(method.label + _score_text(look, photo), look.predicted[photo]))
+        rows.append(Row(tiles, name))
+    names = "; ".join(f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items())
+    caption = f"The paper's figure 3: predictions after the last step, with each image's score. From above: {names}."
+    title = "Method against method" if len(methods) > 1 else "Hardest and best"
+    return Block(title, [], [gallery.keep("methods", caption, rows)])
+
+
+def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
+    """The paper's figure 4."""
+    main, of_steps = methods[0], gallery.looks[methods[0].label]
+    if len(of_steps) < 2:
+        return Block("After every step", [])
+    names = gallery.section.step_names
+    wanted = [name for name in ("largest fall", "hardest", "median", "best") if name in chosen]
+    results: dict[str, list[Result]] = {name: [] for name in wanted}
+    for step in range(len(of_steps)):
+        predictor = gallery.loaded(main.longest, step)
+        for name in wanted:
+            results[name].append(predictor.predict(gallery.photos[chosen[name]].image))
+    figures = []
+    for name in wanted:
+        photo, rows = chosen[name], []
+        for first in range(0, len(of_steps), _STEPS_A_ROW):
+            some = range(first, min(first + _STEPS_A_ROW, len(of_steps)))
+            predicted = [Tile(names[k] + _score_text(of_steps[k], photo), results[name][k].ids) for k in some]
+            above = [*_photo_tiles(gallery, photo), *predicted] if first == 0 else predicted
+            rows.append(Row(above, "prediction", 0 if first == 0 else 2))
+            rows.append(Row([Tile("", results[name][k].uncertainty) for k in some], "uncertainty", 2))
+        caption = (
+            f"The paper's figure 4, {name}: {gallery.photos[photo].name} by {main.label} after every step, prediction "
+            "above, uncertainty u below; bright is background, or something the model does not know."
+        )
+        figures.append(gallery.keep(f"steps-{name.replace(' ', '-')}", caption, rows))
+    return Block("The same image after every step", [], figures)
+
+
+def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
+    """The supplement's figure: an image after the last step of different tasks on the same test images."""
+    found = []
+    by_photos: dict[tuple[str, ...], list[Gallery]] = {}
+    for gallery in galleries:
+        if gallery.section.main.label in gallery.looks:
+            names = (gallery.section.dataset, *(photo.name for photo in gallery.photos))
+            by_photos.setdefault(names, []).append(gallery)
+    for (dataset, *_), members in by_photos.items():
+        first = members[0]
+        main = first.section.main.label
+        labels = [label for label in first.looks if all(label in gallery.looks for gallery in members)]
+        if len(members) < 2 or main not in labels:
+            continue
+        scores = [gallery.looks[main][-1].scores for gallery in members]
+        gaps = {i: max(s[i] for s in scores) - min(s[i] for s in scores) for i in set.intersection(*map(set, scores))}
+        if not gaps:
+            continue
+        photo = max(gaps, key=lambda i: (gaps[i], -i))
+        rows = []
+        for number, gallery in enumerate(members):
+            looks = {label: gallery.looks[label][-1] for label in labels}
+            tiles = [Tile(label + _score_text(look, photo), look.predicted[photo]) for label, look in looks.items()]
+            rows.append(Row([*_photo_tiles(gallery, photo)[number : number + 1], *tiles], gallery.section.task))
+            rows[-1] = dataclasses.replace(rows[-1], start=0 if number < 2 else 1)
+        caption = (
+            f"The paper's supplement: {first.photos[photo].name} after the last step of different tasks. Of the images "
+            f"shown to the models it is the one on which {main} differs most between the tasks."
+        )
+        drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", caption)
+        found.append(Block(f"{dataset}: task against task", [], [drawn]))
+    return found
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"it lacks {error}".split() if isinstance(error, KeyError) else str(error).split())

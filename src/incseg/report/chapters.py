@@ -1,0 +1,153 @@
+"""From run folders to the chapters of a page: the tables, and for each section what its runs alone tell."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from incseg.metrics.continual import FIGURES
+from incseg.report.compare import Table, compare
+from incseg.report.figures import (
+    MOST_ROWS,
+    Taking,
+    class_heat_map,
+    confusion_map,
+    curves,
+    forgetting,
+    takings,
+    unknown_areas,
+)
+from incseg.report.page import Block, Chapter, bullets, plain_table
+from incseg.report.sections import MethodRuns, Section
+from incseg.report.style import keep
+from incseg.report.tables import RunRecord, Warn
+from incseg.report.writers import figure_text, to_html
+
+_MOST_TAKINGS = 6
+
+
+def table_chapters(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
+    """For each dataset ours beside the published, label rules and commands under it; other inference options folded."""
+    runs = [record for record in records if record.retest is None]
+    chapters = []
+    for table in compare(runs, True, warn):
+        table = _of_our_columns(table)
+        under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
+        blocks = [
+            Block("", body=f'<div class="scroll">{to_html(table)}</div>' + bullets(under)),
+            Block("Commands", body=f"<pre>{html.escape(chr(10).join(table.commands))}</pre>"),
+        ]
+        tested = {record.folder for record in records if record.retest is not None and record.dataset == table.dataset}
+        if tested:
+            again = [record for record in records if record.folder in tested]
+            (other,) = compare(again, False, _silent)
+            body = f'<div class="scroll">{to_html(_of_our_columns(other))}</div>'
+            body += f"<pre>{html.escape(chr(10).join(other.commands))}</pre>"
+            blocks.append(Block("The same models, tested with other inference options", body=body, folded=True))
+        chapters.append(Chapter(f"Table: {table.title}", blocks))
+    return chapters
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _of_our_columns(table: Table) -> Table:
+    """Only tasks and settings that were run, and published rows that have a figure there."""
+    mine = {g.first.task + g.first.setting for line in table.lines for g in line.groups}
+    tasks = {g.first.task for line in table.lines for g in line.groups}
+    columns = [c for c in table.columns if c[0] + c[1] in mine or (not c[1] and c[0] in tasks)]
+    columns = columns or table.columns
+    lines = [line for line in table.lines if not line.published or any(column in line.cells for column in columns)]
+    return replace(table, columns=columns, lines=lines)
+
+
+def section_blocks(section: Section, folder: Path, warn: Warn) -> list[Block]:
+    """Curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
+    seeds = any(len(method.runs.seeds) > 1 for method in section.methods)
+    drawn = keep(
+        curves(section), folder, f"{section.key}-curves",
+        "mIoU of the model after every step." + (" Lines are means, bands ± one standard deviation over seeds." * seeds)
+        + (" Dashed level: all classes learnt at once." if section.ceilings else "")
+        + (" Inc gives every step the same weight, whatever its number of classes, so new classes count more in it."
+           if len(section.steps) > 1 else ""),
+    )  # fmt: skip
+    rows = [[method.label, *(_at(method, step) for step in range(len(section.steps)))] for method in section.methods]
+    steps = plain_table(["All / Inc after", *section.step_names], rows)
+    blocks = [Block("Step by step", figures=[drawn], body=steps)]
+    lost = forgetting(section)
+    if lost is not None:
+        caption = (
+            "Forgetting: IoU right after a class was learnt minus IoU after the last step"
+            + (", as means of increments" if len(section.main.classes) > MOST_ROWS else "")
+            + f". Sorted by {section.main.label}. Short lines are good."
+        )
+        blocks.append(Block("Forgetting", figures=[keep(lost, folder, f"{section.key}-forgetting", caption)]))
+    areas = unknown_areas(section)
+    if areas is not None:
+        caption = (
+            "Classes to come, on the whole test set: how well their pixels are told from learnt classes by the "
+            "uncertainty, and from true background by 1 − P(background). 1 is perfect, the dashed line guessing."
+        )
+        drawn = keep(areas, folder, f"{section.key}-unknown-steps", caption)
+        blocks.append(Block("Classes not learnt yet", figures=[drawn]))
+    for index, method in enumerate(section.methods):
+        blocks.append(_class_block(section, method, index, folder, warn))
+    return blocks
+
+
+def _at(method: MethodRuns, step: int) -> str:
+    if step >= method.num_steps:
+        return ""
+    return " / ".join(figure_text(method.figure(name, step)) or "–" for name in ("all", "inc"))
+
+
+def _class_block(section: Section, method: MethodRuns, index: int, folder: Path, warn: Warn) -> Block:
+    heat = keep(
+        class_heat_map(method, section.step_names), folder, f"{section.key}-classes-{index}",
+        f"{method.label}: left the IoU of every class after every step, right what each step changed: orange is what a "
+        "new class cost the old ones, purple what they gained. Lines separate the steps that learnt the classes.",
+    )  # fmt: skip
+    figures, texts = [heat], []
+    confusions = [method.confusion(step, warn) for step in range(method.num_steps)]
+    last = confusions[-1]
+    classes = [(name, step) for name, step in method.classes if name != "background"]
+    if last is not None and len(classes) <= MOST_ROWS:
+        names, learnt = ["background", *(n for n, _ in classes)], [0, *(step for _, step in classes)]
+        has_background = "background" in method.longest.rows[0]["iou"]
+        shares = last if has_background else np.where(np.arange(len(last))[:, None] == 0, np.nan, last)
+        caption = (
+            f"{method.label}, after the last step: where the pixels of each true class went, in percent of the row. In "
+            "the columns behind the first line stands what later classes took; small shares are left out."
+        )
+        name = f"{section.key}-confusion-{index}"
+        figures.append(keep(confusion_map(shares, names, learnt), folder, name, caption))
+    taken = takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
+    if taken:
+        texts.append("Who took whose pixels: " + "; ".join(_sentence(one, method.num_steps) for one in taken) + ".")
+    return Block(f"Class by class: {method.label}", texts, figures, folded=index > 0)
+
+
+def _sentence(one: Taking, num_steps: int) -> str:
+    later = f", and holds {100 * one.now:.0f} % at the end" if one.step < num_steps - 1 else ""
+    return f"**{one.taker} took {100 * one.then:.0f} % of {one.victim}**{later}"
+
+
+def under_way(records: Sequence[RunRecord]) -> Chapter | None:
+    """The rows so far of runs that are not finished."""
+    going = [record for record in records if not record.finished and record.rows]
+    rows = []
+    for record in going:
+        last = record.rows[-1]
+        values = [f"{last[name]:.1f}" if last[name] is not None else "–" for name in FIGURES]
+        label = f"{record.dataset} {record.task} {record.setting}, `{record.method}`, seed {record.seed}"
+        rows.append([label, f"{len(record.rows)} of {record.num_steps}", *values])
+    if not rows:
+        return None
+    heading = ["run", "steps done", *(name.capitalize() for name in FIGURES)]
+    text = "The figures of the last step that is done. These runs are in the curves, not in the tables above."
+    return Chapter("Under way", [Block("", [text], body=plain_table(heading, rows))])

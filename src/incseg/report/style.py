@@ -1,0 +1,145 @@
+"""How every figure looks and how it is kept: PNG and SVG in a folder, and an SVG in the page that follows its colours.
+
+Curves take the colours of Okabe and Ito, which colour-blind people can tell apart, and differ in marker and line too.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from incseg.files import replacing, write_text
+
+# Each of these stands for a role. In the page they become its own colours, so they must not be used for anything else.
+INK, FAINT, GRID, PAPER = "#1b1f24", "#6a737d", "#d8dee4", "#fffffe"
+_IN_PAGE = {INK: "currentColor", FAINT: "var(--faint)", GRID: "var(--grid)", PAPER: "var(--paper)"}
+
+BLUE, VERMILION = "#0072b2", "#d55e00"
+_COLOURS = (BLUE, VERMILION, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", FAINT)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1, 1.5, 1)))
+
+WIDTH = 11.0
+"""Inches of a figure as wide as the page."""
+_DPI = 150
+_RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 9,
+    "xtick.labelsize": 8, "ytick.labelsize": 8, "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK,
+    "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "axes.edgecolor": FAINT, "axes.facecolor": "none", "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.7,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+    "legend.frameon": False, "lines.linewidth": 1.8, "lines.markersize": 6, "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER, "svg.fonttype": "path", "svg.hashsalt": "incseg", "image.interpolation": "none",
+}  # fmt: skip
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made", Figure, Figure | None)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that is kept: NAME.png, NAME.svg; what it shows in words; the SVG for the page."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+def styled(draw: Callable[Given, Made]) -> Callable[Given, Made]:
+    """A function that draws a figure, in our style."""
+
+    @functools.wraps(draw)
+    def in_style(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        with matplotlib.rc_context(_RC):
+            return draw(*args, **kwargs)
+
+    return in_style
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour, marker and dashes of the index-th curve; no two of the first 63 are alike."""
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _DASHES[index % len(_DASHES)],
+        "markeredgecolor": PAPER,
+        "markeredgewidth": 0.8,
+    }
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Inches; no global state, and Agg whatever the environment says."""
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes whose frame lies at these inches, counted from the upper left corner."""
+    across, down = figure.get_size_inches()
+    return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
+
+
+def text_on(colour: Any) -> str:
+    """Black or white, whichever is read better on a colour (0 to 1 each)."""
+    red, green, blue = colour[:3]
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
+
+
+def keep(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
+    """Write NAME.png and NAME.svg into the folder."""
+    with matplotlib.rc_context(_RC):
+        with replacing(folder / f"{name}.png") as temporary:
+            figure.savefig(temporary, format="png", dpi=_DPI, metadata={"Software": None})
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = _lighter(text.getvalue())
+    write_text(folder / f"{name}.svg", svg)
+    return Drawn(name, caption, _for_page(svg, name))
+
+
+def _lighter(svg: str) -> str:
+    """Photographs and smooth maps as JPEG, pictures of few colours as indexed PNG: a fifth of the bytes."""
+    return re.sub(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)", lambda found: _encoded(found[1]), svg)
+
+
+def _encoded(data: str) -> str:
+    image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+    written, kind = io.BytesIO(), "jpeg"
+    if (colours := image.getcolors(256)) is not None:
+        kind = "png"
+        image.quantize(max(2, len(colours)), dither=Image.Dither.NONE).save(written, "png", optimize=True)
+        if not np.array_equal(np.asarray(Image.open(written).convert("RGB")), np.asarray(image)):
+            written = io.BytesIO()
+            image.save(written, "png", optimize=True)
+    else:
+        image.save(written, "jpeg", quality=86, subsampling=0, optimize=True)
+    return f"data:image/{kind};base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def _for_page(svg: str, name: str) -> str:
+    """The <svg> alone, in the page's colours, as wide as it is in print, its ids its own."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    for colour, role in _IN_PAGE.items():
+        body = body.replace(colour, role)
+    body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", body)
+    opening = body[: body.index(">") + 1]
+    view, points = (re.search(pattern, opening) for pattern in (r'viewBox="[^"]+"', r'width="([\d.]+)pt"'))
+    assert view is not None
+    assert points is not None
+    pixels = float(points[1]) * 96 / 72
+    return f'<svg {view[0]} style="width:{pixels:.0f}px" role="img" aria-labelledby="{name}">' + body[len(opening) :]
