@@ -20,7 +20,16 @@ from incseg.data.source import Source
 from incseg.experiment import DataConfig, evenly, open_source, test_images_of
 from incseg.inference import Predictor, Result, load
 from incseg.metrics.uncertainty import BINS, score_counts
-from incseg.report.choice import SCORE_RULE, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
+from incseg.report.choice import (
+    SCORE_RULE,
+    each_once,
+    extremes,
+    image_score,
+    largest_fall,
+    leads,
+    shown_classes,
+    with_two_classes,
+)
 from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
 from incseg.report.page import Block
 from incseg.report.pictures import Classes, Row, Tile, sheet
@@ -289,24 +298,12 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
 
 
 def _chosen(gallery: Gallery, methods: Sequence[MethodRuns]) -> dict[str, int]:
-    looks = gallery.looks
-    main = looks[methods[0].label]
-    chosen = extremes(main[-1].scores)
-    fallen = largest_fall([look.scores for look in _common(main)]) if len(main) > 1 else None
-    if fallen is not None and fallen not in chosen.values():
-        chosen["largest fall"] = fallen
+    """The photos that are shown, by the names of the rules that chose them."""
+    main = gallery.looks[methods[0].label]
+    chosen = largest_fall([look.scores for look in main]) | extremes(main[-1].scores)
     if len(methods) > 1:
-        chosen |= leads(main[-1].scores, looks[methods[1].label][-1].scores, chosen)
-    return chosen
-
-
-def _common(looks: Sequence[Look]) -> list[Look]:
-    """Only the photos that every step has a score of."""
-    everywhere = set.intersection(*(set(look.scores) for look in looks))
-    return [
-        dataclasses.replace(look, scores={i: score for i, score in look.scores.items() if i in everywhere})
-        for look in looks
-    ]
+        chosen |= leads(main[-1].scores, gallery.looks[methods[1].label][-1].scores)
+    return each_once(chosen)
 
 
 def _photo_tiles(gallery: Gallery, photo: int) -> tuple[Tile, Tile]:
@@ -375,7 +372,7 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
     if len(of_steps) < 2:
         return Block("After every step", [])
     names = gallery.section.step_names
-    wanted = [name for name in ("largest fall", "hardest", "median", "best") if name in chosen]
+    wanted = [name for name in chosen if not name.startswith(("largest lead", "largest lag"))]
     results: dict[str, list[Result]] = {name: [] for name in wanted}
     for step in range(len(of_steps)):
         predictor = gallery.loaded(main.longest, step)
@@ -394,7 +391,7 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
             f"The paper's figure 4, {name}: {gallery.photos[photo].name} by {main.label} after every step, prediction "
             "above, uncertainty u below; bright is background, or something the model does not know."
         )
-        figures.append(gallery.keep(f"steps-{name.replace(' ', '-')}", caption, rows))
+        figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", caption, rows))
     return Block("The same image after every step", [], figures)
 
 

@@ -34,40 +34,41 @@ def shown_classes(truth: np.ndarray, learnt: Sequence[int]) -> list[int]:
 
 
 def extremes(scores: dict[int, float]) -> dict[str, int]:
-    """The hardest, the median and the best image of these; an image stands under its first name only."""
+    """The hardest, the median and the best image of these; one image may be all three."""
     ranked = sorted(scores, key=lambda image: (scores[image], image))
     if not ranked:
         return {}
-    return _once({"hardest": ranked[0], "median": ranked[(len(ranked) - 1) // 2], "best": ranked[-1]}, {})
+    return {"hardest": ranked[0], "median": ranked[(len(ranked) - 1) // 2], "best": ranked[-1]}
 
 
-def largest_fall(over_steps: Sequence[dict[int, float]]) -> int | None:
-    """The image whose score has fallen most since the best of the earlier steps; None where none has."""
-    if len(over_steps) < 2:
-        return None
-    last = over_steps[-1]
-    falls = {i: max(scores[i] for scores in over_steps[:-1]) - last[i] for i in last}
-    worst = max(falls, key=lambda i: (falls[i], -i), default=None)
-    return worst if worst is not None and falls[worst] > 0 else None
+def largest_fall(over_steps: Sequence[dict[int, float]]) -> dict[str, int]:
+    """The image whose score has fallen most since the best of the earlier steps, if any has; those that lack a score
+    after some step are passed over."""
+    images = set.intersection(*map(set, over_steps)) if len(over_steps) > 1 else set()
+    falls = {i: max(scores[i] for scores in over_steps[:-1]) - over_steps[-1][i] for i in images}
+    return _largest("largest fall", falls)
 
 
-def leads(mine: dict[int, float], theirs: dict[int, float], taken: dict[str, int]) -> dict[str, int]:
-    """Where one method is furthest ahead of another and where furthest behind, among images not taken yet."""
+def leads(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, int]:
+    """Where one method is furthest ahead of another, and where furthest behind."""
     ahead = {i: mine[i] - theirs[i] for i in mine if i in theirs}
-    found: dict[str, int] = {}
-    if ahead:
-        best, worst = max(ahead, key=lambda i: (ahead[i], -i)), min(ahead, key=lambda i: (ahead[i], i))
-        found |= {"largest lead": best} if ahead[best] > 0 else {}
-        found |= {"largest lag": worst} if ahead[worst] < 0 else {}
-    return _once(found, taken)
+    return _largest("largest lead", ahead) | _largest("largest lag", {i: -gap for i, gap in ahead.items()})
+
+
+def _largest(name: str, values: dict[int, float]) -> dict[str, int]:
+    image = max(values, key=lambda i: (values[i], -i), default=None)
+    return {name: image} if image is not None and values[image] > 0 else {}
 
 
 def with_two_classes(scores: dict[int, float], classes: dict[int, list[int]]) -> int | None:
     """The median of the images that show at least two classes; of all where there is none such."""
     several = {i: score for i, score in scores.items() if len(classes[i]) > 1} or scores
-    return extremes(several).get("median", next(iter(several), None))
+    return extremes(several).get("median")
 
 
-def _once(found: dict[str, int], taken: dict[str, int]) -> dict[str, int]:
-    names: dict[int, str] = {image: name for name, image in taken.items()}
-    return {name: image for name, image in found.items() if names.setdefault(image, name) == name}
+def each_once(chosen: dict[str, int]) -> dict[str, int]:
+    """An image that has several names stands once, under all of them: {"hardest, largest fall": 3}."""
+    names: dict[int, list[str]] = {}
+    for name, image in chosen.items():
+        names.setdefault(image, []).append(name)
+    return {", ".join(of_image): image for image, of_image in names.items()}

@@ -41,6 +41,7 @@ pre { background: var(--soft); padding: .7rem .9rem; font-size: .78rem; white-sp
   overflow-wrap: anywhere; }
 code { font-size: .92em; }
 figure { margin: .8rem 0 1.8rem; } figcaption { font-size: .88rem; max-width: 48rem; margin-top: .35rem; }
+.letters { position: absolute; width: 0; height: 0; }
 figure svg { display: block; height: auto; max-width: 100%; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 @media (max-width: 45rem) { figure svg { max-width: none; } }
@@ -88,6 +89,10 @@ def page(title: str, about: str, notices: Sequence[Notice], chapters: Sequence[C
         lines = "".join(f"<li>{html.escape(line)}</li>" for line in notice.lines)
         parts.append(f'<div class="notice"><strong>{html.escape(notice.title)}</strong><ul>{lines}</ul></div>')
     parts.append(f"<nav><ul>{links}</ul></nav>")
+    letters: dict[str, str] = {}
+    for figure in (figure for chapter in chapters for block in chapter.blocks for figure in block.figures):
+        letters |= figure.letters
+    parts.append(f'<svg class="letters" aria-hidden="true"><defs>{"".join(letters.values())}</defs></svg>')
     for index, chapter in enumerate(chapters):
         parts.append(f'<h2 id="c{index}">{html.escape(chapter.title)}</h2>')
         parts += [_block(block) for block in chapter.blocks]

@@ -10,7 +10,6 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 from PIL import Image
 
 from incseg.report.figures import wrapped
@@ -145,7 +144,7 @@ def _name_regions(axes: Axes, labels: np.ndarray, classes: Classes) -> None:
         axes.text(
             np.clip(columns[nearest], 0.22 * width, 0.78 * width), row, classes.name(int(label)),
             ha="center", va="center", fontsize=6.5, color="#ffffff",
-            path_effects=[withStroke(linewidth=1.6, foreground="#000000")],
+            bbox={"boxstyle": "round,pad=0.12", "facecolor": "#000000", "alpha": 0.55, "linewidth": 0},
         )  # fmt: skip
 
 

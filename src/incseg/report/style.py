@@ -51,11 +51,13 @@ Made = TypeVar("Made", Figure, Figure | None)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that is kept: NAME.png, NAME.svg; what it shows in words; the SVG for the page."""
+    """A figure that is kept: NAME.png, NAME.svg; what it shows in words; for the page the SVG, and apart from it the
+    letters that it refers to, which all figures share."""
 
     name: str
     caption: str
     svg: str
+    letters: dict[str, str]
 
 
 def styled(draw: Callable[Given, Made]) -> Callable[Given, Made]:
@@ -108,7 +110,7 @@ def keep(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = _lighter(text.getvalue())
     write_text(folder / f"{name}.svg", svg)
-    return Drawn(name, caption, _for_page(svg, name))
+    return Drawn(name, caption, *_for_page(svg, name))
 
 
 def _lighter(svg: str) -> str:
@@ -130,16 +132,21 @@ def _encoded(data: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
-def _for_page(svg: str, name: str) -> str:
-    """The <svg> alone, in the page's colours, as wide as it is in print, its ids its own."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+_LETTER = re.compile(r'<path id="(DejaVu[^"]+)"[^>]*/>\s*')
+
+
+def _for_page(svg: str, name: str) -> tuple[str, dict[str, str]]:
+    """The <svg> in the page's colours, as wide as it is in print, its ids its own; and its letters by their ids."""
+    body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    letters = {found[1]: " ".join(found[0].split()) for found in _LETTER.finditer(body)}
+    body = _LETTER.sub("", body)
     for colour, role in _IN_PAGE.items():
         body = body.replace(colour, role)
-    body = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", body)
+    body = re.sub(r'(id="|url\(#|href="#)(?!DejaVu)', rf"\g<1>{name}-", body)
     opening = body[: body.index(">") + 1]
     view, points = (re.search(pattern, opening) for pattern in (r'viewBox="[^"]+"', r'width="([\d.]+)pt"'))
     assert view is not None
     assert points is not None
     pixels = float(points[1]) * 96 / 72
-    return f'<svg {view[0]} style="width:{pixels:.0f}px" role="img" aria-labelledby="{name}">' + body[len(opening) :]
+    begin = f'<svg {view[0]} style="width:{pixels:.0f}px" role="img" aria-labelledby="{name}">'
+    return begin + re.sub(r"\n\s*", "\n", body[len(opening) :]), letters

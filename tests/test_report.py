@@ -1,0 +1,403 @@
+"""`incseg report`: what stands on the page, what is left out and named, which images are chosen; it stands alone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from made_up_runs import change_json, write_run
+from PIL import Image
+from small_runs import quiet, small_config
+
+from incseg.cli import main
+from incseg.cli.settings import usual_settings
+from incseg.experiment import train
+from incseg.files import write_array
+from incseg.metrics.uncertainty import BINS
+from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
+from incseg.report.figures import Reliability, Unknown, class_table, takings
+from incseg.report.sections import Section, sections_of, step_name
+from incseg.report.style import INK, line_style
+from incseg.report.tables import read_runs
+from incseg.types import IGNORE
+
+GROUPS = (("cat", "cow"), ("sheep",), ("sofa",))
+
+
+def sections(*folders: Path) -> list[Section]:
+    return sections_of(read_runs(folders, usual_settings, fail), fail)
+
+
+def fail(line: str) -> None:
+    raise AssertionError(line)
+
+
+def report(out: Path, *arguments: object) -> str:
+    assert main(["report", *map(str, arguments), "--out", str(out), "--threads", "1"]) == 0
+    return (out / "index.html").read_text(encoding="utf-8")
+
+
+def words(page: str) -> str:
+    """What a reader sees, but for the figures."""
+    text = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", text).split())
+
+
+class Checked(HTMLParser):
+    """Tags closed in the order they were opened, ids that are unique, and whatever a browser would fetch."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        if tag not in ("meta",):
+            self.open.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(str(value))
+            elif name == "src" or (name.endswith("href") and tag in ("image", "use", "link")):
+                self.fetched.append(str(value))
+            elif name == "href":
+                self.links.append(str(value))
+
+    def handle_startendtag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in ("meta",):
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_alone(page: str, folder: Path) -> None:
+    """Nothing is fetched from anywhere, and every link leads into the page or to a figure that is there."""
+    checked = Checked(page)
+    assert "http" not in page
+    assert "<script" not in page
+    assert "@import" not in page
+    assert set(re.findall(r"url\((.)", page)) <= {"#"}
+    assert [found for found in checked.fetched if not found.startswith(("#", "data:image/"))] == []
+    assert len(checked.ids) == len(set(checked.ids))
+    for link in checked.links:
+        assert link[1:] in checked.ids if link.startswith("#") else (folder / link).is_file()
+    used = {found[1:] for found in checked.fetched if found.startswith("#")} | set(re.findall(r"url\(#([^)]+)\)", page))
+    assert used <= set(checked.ids)
+
+
+# --- from run folders alone ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Path]:
+    """Two seeds of evidential, one of fine-tuning, joint training; sheep takes cow."""
+    runs, out = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("report")
+    for seed, figures in ((42, (50.0, 20.0, 40.0, 30.0)), (1337, (54.0, 24.0, 44.0, 34.0))):
+        folder = write_run(runs / f"evidential-{seed}", figures, seed=seed, groups=GROUPS)
+        counts = 100 * np.eye(4, dtype=np.int64)
+        counts[2, [2, 3]] = 70, 30
+        write_array(folder / "steps/1/confusion.npy", counts)
+    write_run(runs / "finetune", (5.0, 2.0, 4.0, 3.0), method="finetune", groups=GROUPS)
+    write_run(runs / "joint", (60.0, 55.0, 58.0, 57.0), method="joint", setting="joint", groups=(sum(GROUPS, ()),))
+    page = report(out, runs, "--images", 0)
+    return runs, page, out
+
+
+def test_the_table_has_seeds_published_figures_rules_and_commands(made_up: tuple[Path, str, Path]) -> None:
+    text = words(made_up[1])
+    assert "42.0 ± 2.8" in text
+    assert "58.0 (var 0.03)" in text
+    assert "Label rules: name plop" in text
+    assert "incseg train --data voc --root VOC2012 --seed 42" in text
+    assert "15-1 overlapped" in text
+    assert "15-5" not in text.split("Commands")[0].split("Percent")[0]  # nothing was run there
+
+
+def test_the_page_stands_alone(made_up: tuple[Path, str, Path]) -> None:
+    _, page, out = made_up
+    assert_alone(page, out)
+    assert len(page) < 2_000_000
+
+
+def test_figures_are_kept_as_png_and_svg(made_up: tuple[Path, str, Path]) -> None:
+    figures = made_up[2] / "figures"
+    names = sorted(path.stem.removeprefix("voc_15-1_overlapped-") for path in figures.glob("*.svg"))
+    each = [f"{kind}-{i}" for kind in ("classes", "confusion") for i in (0, 1)]
+    assert names == sorted([*each, "curves", "forgetting", "unknown-steps"])
+    for file in figures.glob("*.svg"):
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+        with Image.open(file.with_suffix(".png")) as picture:
+            assert min(picture.size) > 200
+            assert picture.convert("L").getextrema() != (255, 255)
+
+
+def test_figures_in_the_page_follow_its_colours(made_up: tuple[Path, str, Path]) -> None:
+    _, page, _ = made_up
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert INK not in drawn
+    assert "currentColor" in drawn
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+
+
+def test_sheep_took_cow(made_up: tuple[Path, str, Path]) -> None:
+    assert "sheep took 30 % of cow , and holds 0 % at the end" in words(made_up[1])
+
+
+def test_a_method_that_is_not_the_main_one_is_folded_away(made_up: tuple[Path, str, Path]) -> None:
+    assert re.findall(r"<summary>(.*?)</summary>", made_up[1]) == ["Class by class: finetune"]
+
+
+def test_takings_are_of_the_step_that_learnt_the_taker() -> None:
+    first, second = np.eye(2), np.eye(3)
+    second[1, [1, 2]] = 0.75, 0.25
+    third = np.eye(4)
+    third[1, [1, 2, 3]] = 0.5, 0.1, 0.4
+    third[2, [2, 3]] = 0.99, 0.01  # too little to tell
+    found = takings([first, second, third], [["cow"], ["sheep"], ["horse"]])
+    assert [(t.taker, t.victim, t.step, t.then, t.now) for t in found] == [
+        ("horse", "cow", 2, 0.4, 0.4),
+        ("sheep", "cow", 1, 0.25, 0.1),
+    ]
+    assert takings([first, None, third], [["cow"], ["sheep"], ["horse"]])[0].taker == "horse"
+
+
+def test_what_each_step_cost_the_classes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", groups=GROUPS)
+    results = yaml.safe_load((folder / "results.json").read_text())
+    for row, cow in zip(results["steps"], (80.0, 50.0, 55.0), strict=True):
+        row["iou"]["cow"] = cow
+    change_json(folder / "results.json", steps=results["steps"])
+    (section,) = sections(folder)
+    table = class_table(section.main)
+    assert table.names == ["background", "cat", "cow", "sheep", "sofa"]
+    assert table.values[2].tolist() == [80, 50, 55]
+    assert table.changes[2].tolist() == [-30, 5, -25]
+    assert np.isnan(table.values[4, :2]).all()
+    assert np.isnan(table.changes[4]).all()  # nothing has come after the last step's class
+    assert table.changes[3, 2] == 10
+
+
+def test_more_classes_than_rows_are_shown_by_increment(tmp_path: Path) -> None:
+    groups = [[f"a{i}" for i in range(50)], ["b"]]
+    folder = write_run(tmp_path / "a", dataset="shapes", task="50-1", groups=groups)
+    (section,) = sections(folder)
+    table = class_table(section.main)
+    assert table.names == ["step 0: mean of 51", "step 1: mean of 1"]
+    np.testing.assert_allclose(table.values, [[5, 15], [np.nan, 15]])
+
+
+def test_names_of_steps() -> None:
+    assert step_name(0, ["cat"] * 9) == "9 classes"
+    assert step_name(2, ["sheep"]) == "+ sheep"
+    assert step_name(1, ["hat", "coat"]) == "+ hat, coat"
+
+
+def test_curves_differ_in_more_than_colour() -> None:
+    styles = [line_style(index) for index in range(20)]
+    assert len({(s["color"], s["marker"], str(s["linestyle"])) for s in styles}) == 20
+    assert len({s["marker"] for s in styles[:7]}) == len({s["color"] for s in styles[:7]}) == 7
+
+
+# --- runs that are not whole ---------------------------------------------------------------------------------
+
+
+def test_a_broken_run_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs/good")
+    (write_run(tmp_path / "runs/bad", seed=7) / "results.json").write_text('{"final": ')
+    half = write_run(tmp_path / "runs/half", method="finetune")
+    (half / "steps/1/confusion.npy").write_bytes(b"\x93NUMPY")
+    text = words(report(tmp_path / "out", tmp_path / "runs", "--images", 0))
+    assert "bad is left out" in text
+    assert "confusion.npy cannot be read" in text
+    assert "finetune" in text
+    shown = capsys.readouterr().err
+    assert shown.count("bad is left out") == 1
+    assert "Traceback" not in shown
+
+
+def test_a_run_under_way_is_in_the_curves(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/done", groups=GROUPS)
+    write_run(tmp_path / "runs/going", method="finetune", groups=GROUPS, steps_done=2)
+    write_run(tmp_path / "runs/begun", method="mib", groups=GROUPS, steps_done=0)
+    text = words(report(tmp_path / "out", tmp_path / "runs", "--images", 0))
+    assert "finetune , seed 42 2 of 3 60.0 – 60.0 60.0" in text
+    assert "begun has no finished step yet" in text
+    (section,) = sections(tmp_path / "runs/done", tmp_path / "runs/going")
+    assert [(method.label, method.num_steps) for method in section.methods] == [("evidential", 3), ("finetune", 2)]
+
+
+def test_a_run_under_way_alone_makes_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "going", steps_done=1)
+    assert main(["report", str(run), "--images", "0"]) == 0
+    assert "1 of 2" in words((run / "report/index.html").read_text())
+    assert sections(tmp_path)[0].main.num_steps == 1  # its own page is no run
+
+
+def test_a_run_of_another_version(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "old")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["train"]["magic"] = 3
+    del config["train"]["momentum"], config["data"]["holdout"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = yaml.safe_load((run / "results.json").read_text())["steps"]
+    change_json(run / "results.json", steps=[{**row, "unseen": {}} for row in rows])
+    text = words(report(tmp_path / "out", run, "--images", 3))
+    assert "train.magic 3" in text
+    assert "Classes not learnt yet" not in text
+
+
+def test_without_data_a_line_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    text = words(report(tmp_path / "out", run, "--images", 3))
+    assert "Pictures, reliability and the curves of unknown classes are left out" in text
+    assert "/somewhere/else/VOC2012" in text
+    assert "Step by step" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["broken"], "nothing to report in"),
+        (["nowhere"], "does not exist"),
+        (["good", "other"], "--out DIR"),
+        (["good", "--out", "file"], "is a file"),
+        (["good", "--images", "-1"], "--images is -1"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "other", seed=7)
+    (write_run(tmp_path / "broken") / "protocol.json").unlink()
+    (tmp_path / "file").touch()
+    assert main(["report", *arguments]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert len(errors) == 1
+    assert told in errors[0]
+
+
+# --- which images --------------------------------------------------------------------------------------------
+
+
+def test_the_score_of_an_image() -> None:
+    truth = np.array([[0, 0, 5, 5], [0, IGNORE, 5, 7]], dtype=np.uint8)
+    predicted = np.array([[0, 5, 5, 5], [0, 9, 5, 5]], dtype=np.uint8)
+    assert image_score(predicted, truth) == pytest.approx(100 * (2 / 3 + 3 / 5 + 0) / 3)  # 9 lies in the void
+    assert image_score(truth, truth) == 100
+
+
+def test_hardest_median_and_best() -> None:
+    scores = {3: 50.0, 5: 10.0, 8: 90.0, 9: 60.0}
+    assert extremes(scores) == {"hardest": 5, "median": 3, "best": 8}
+    assert extremes({4: 1.0}) == {"hardest": 4, "median": 4, "best": 4}
+    assert extremes({}) == {}
+
+
+def test_the_largest_fall_is_from_the_best_earlier_step() -> None:
+    assert largest_fall([{1: 50.0, 2: 80.0}, {1: 90.0, 2: 70.0}, {1: 60.0, 2: 60.0}]) == {"largest fall": 1}
+    assert largest_fall([{1: 50.0, 2: 80.0}, {1: 40.0, 2: 10.0}, {1: 30.0}]) == {"largest fall": 1}
+    assert largest_fall([{1: 50.0}, {1: 60.0}]) == {}
+    assert largest_fall([{1: 50.0}]) == {}
+
+
+def test_leads_and_lags() -> None:
+    mine, theirs = {1: 90.0, 2: 30.0, 3: 50.0}, {1: 10.0, 2: 60.0, 3: 50.0, 4: 0.0}
+    assert leads(mine, theirs) == {"largest lead": 1, "largest lag": 2}
+    assert leads({3: 50.0}, {3: 50.0}) == {}
+
+
+def test_an_image_of_several_names_stands_once() -> None:
+    assert each_once({"hardest": 1, "best": 2, "largest lag": 1}) == {"hardest, largest lag": 1, "best": 2}
+
+
+def test_images_of_two_classes() -> None:
+    scores = {1: 10.0, 2: 20.0, 3: 30.0}
+    assert with_two_classes(scores, {1: [1], 2: [1], 3: [1, 2]}) == 3
+    assert with_two_classes(scores, {1: [1], 2: [1], 3: [1]}) == 2
+    assert with_two_classes({}, {}) is None
+
+
+def test_classes_that_an_image_shows() -> None:
+    truth = np.zeros((20, 20), dtype=np.uint8)
+    truth[:2], truth[2:6], truth[6, :3] = 3, 5, 7
+    assert shown_classes(truth, [3, 5, 7, 9]) == [5, 3]  # three pixels of 400 are too few
+    assert shown_classes(truth, [3]) == [3]
+
+
+# --- what models were asked ----------------------------------------------------------------------------------
+
+
+def test_calibration_error() -> None:
+    counts = Reliability(np.array([10.0, 0, 30]), np.array([1.0, 0, 27]), np.array([2.0, 0, 21]))
+    assert counts.error == pytest.approx((10 * 0.1 + 30 * 0.2) / 40)
+
+
+def test_curves_need_pixels_of_both_kinds() -> None:
+    some, none = torch.ones(BINS, dtype=torch.int64), torch.zeros(BINS, dtype=torch.int64)
+    assert Unknown(some, some).can_be_drawn
+    assert not Unknown(none, some).can_be_drawn
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods on shapes, three steps each, and a task of two steps."""
+    runs = tmp_path_factory.mktemp("shapes")
+    for name, task in (("evidential", "6-2"), ("finetune", "6-2"), ("evidential", "6-4")):
+        train(small_config(runs / f"{name}-{task}", method={"name": name}, task=task, train={"epochs": 1}), quiet)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def shown(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    out = tmp_path_factory.mktemp("out")
+    return report(out, trained, "--images", 5), out
+
+
+def test_a_real_run_is_shown_in_pictures(shown: tuple[str, Path]) -> None:
+    page, out = shown
+    text = words(page)
+    assert_alone(page, out)
+    assert "5 of 8 test images, evenly chosen" in text
+    assert "Nothing is chosen by hand" in text
+    names = {path.stem for path in (out / "figures").glob("*.png")}
+    made = {"reliability", "unknown", "probabilities", "methods", "steps-best", "curves"}
+    assert {f"shapes_6-2_overlapped-{name}" for name in made} <= names
+    assert "shapes-tasks" in names
+    assert "evidential above, finetune, the best of the others by All, below" in text
+    assert re.search(r"From above: .*hardest[^:]*: val_\d+", text)
+
+
+def test_the_same_runs_give_the_same_figures(shown: tuple[str, Path], trained: Path, tmp_path: Path) -> None:
+    page, _ = shown
+    again = report(tmp_path, trained / "evidential-6-4", "--images", 5)
+    figure = re.compile(
+        r'<svg[^>]*aria-labelledby="shapes_6-4_overlapped-(?:reliability|methods)">.*?</svg>', re.DOTALL
+    )
+    assert len(figure.findall(again)) == 2
+    assert figure.findall(again) == figure.findall(page)
+
+
+def test_missing_models_are_named_and_the_rest_is_there(trained: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(trained / "evidential-6-4", runs / "evidential-6-4")
+    shutil.copytree(trained / "finetune-6-2", runs / "finetune-6-2")
+    (runs / "finetune-6-2/steps/2/model.safetensors").unlink()
+    text = words(report(tmp_path / "out", runs, "--images", 2))
+    assert re.search(r"No pictures of finetune: .*model.safetensors", text)
+    assert "2 of 8 test images" in text
