@@ -115,6 +115,16 @@ def test_code_is_imported_only_when_the_user_names_it(tmp_path, monkeypatch):
         load(file, method="planted:Method")
 
 
+def test_an_option_of_another_version_counts_only_where_it_was_on(tmp_path):
+    model, about = load_segmenter(save_model(tmp_path / "a.safetensors"))
+    for name, value in (("off", None), ("on", 0.3)):
+        method = {**about["method"], "reject": value, "balancing": "odds"}
+        save_segmenter(tmp_path / f"{name}.safetensors", model, {**about, "method": method})
+    assert load(tmp_path / "off.safetensors").method.config.balancing == "odds"
+    with pytest.raises(UserError, match="reject"):
+        load(tmp_path / "on.safetensors")
+
+
 def test_options_change_the_outcome(predictor):
     image = picture()
     changed = predictor.with_options(decision="hierarchical", threshold=0.0)

@@ -16,7 +16,7 @@ ROOT = Path(incseg.__file__).parent
 ROWS = (
     ("__main__",),
     ("cli",),
-    ("demo",),
+    ("demo", "gallery"),
     ("experiment", "presets", "inference", "report"),
     ("engine",),
     ("methods",),

@@ -260,6 +260,22 @@ def test_a_run_of_another_version(tmp_path: Path) -> None:
     assert "Classes not learnt yet" not in text
 
 
+def test_odd_names_and_tasks_that_look_alike_in_file_names(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/a", dataset="shapes", task="$x$,<b>/y", groups=(("$x$", "<b>"), ("y",)))
+    write_run(tmp_path / "runs/b", dataset="shapes", task="$x$/<b>,y", groups=(("$x$",), ("<b>", "y")))
+    page = report(tmp_path / "out", tmp_path / "runs", "--images", 0)
+    assert_alone(page, tmp_path / "out")
+    assert "&lt;b&gt;" in page
+    assert len(list((tmp_path / "out/figures").glob("*curves*.png"))) == 2
+
+
+def test_joint_training_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "joint", method="joint", setting="joint", groups=(("cat", "cow"),))
+    page = report(tmp_path / "out", run, "--images", 0)
+    assert "Class by class: joint" in page
+    assert "Forgetting" not in page
+
+
 def test_without_data_a_line_says_so(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     text = words(report(tmp_path / "out", run, "--images", 3))

@@ -21,7 +21,7 @@ from incseg.report.tables import RunRecord, read_runs
 from incseg.types import UserError
 
 HELP = "a page with tables, curves, pictures and uncertainty of some runs, and its figures as PNG and SVG"
-IMAGES = 40
+IMAGES = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,23 +32,19 @@ _MOST_TAKINGS = 6
 
 def table_chapters(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
     """For each dataset ours beside the published, label rules and commands under it; other inference options folded."""
-    runs = [record for record in records if record.retest is None]
     chapters = []
-    for table in compare(runs, True, warn):
-        table = _of_our_columns(table)
+    for table in compare([record for record in records if record.retest is None], True, warn):
         under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
         blocks = [
-            Block("", body=f'<div class="scroll">{to_html(table)}</div>' + bullets(under)),
+            Block("", body=_by_column(table) + bullets(under)),
             Block("Commands", body=f"<pre>{html.escape(chr(10).join(table.commands))}</pre>"),
         ]
         tested = {record.folder for record in records if record.retest is not None and record.dataset == table.dataset}
         if tested:
-            again = [record for record in records if record.folder in tested]
-            (other,) = compare(again, False, _silent)
-            body = f'<div class="scroll">{to_html(_of_our_columns(other))}</div>'
-            body += f"<pre>{html.escape(chr(10).join(other.commands))}</pre>"
+            (other,) = compare([record for record in records if record.folder in tested], False, _silent)
+            body = _by_column(other) + f"<pre>{html.escape(chr(10).join(other.commands))}</pre>"
             blocks.append(Block("The same models, tested with other inference options", body=body, folded=True))
-        chapters.append(Chapter(f"Table: {table.title}", blocks))
+        chapters.append(Chapter(f"Results on {table.dataset}", blocks))
     return chapters
 
 
@@ -56,14 +52,20 @@ def _silent(_: str) -> None:
     pass
 
 
-def _of_our_columns(table: Table) -> Table:
-    """Only tasks and settings that were run, and published rows that have a figure there."""
-    mine = {g.first.task + g.first.setting for line in table.lines for g in line.groups}
-    tasks = {g.first.task for line in table.lines for g in line.groups}
-    columns = [c for c in table.columns if c[0] + c[1] in mine or (not c[1] and c[0] in tasks)]
-    columns = columns or table.columns
-    lines = [line for line in table.lines if not line.published or any(column in line.cells for column in columns)]
-    return replace(table, columns=columns, lines=lines)
+def _by_column(table: Table) -> str:
+    """A table for each task and setting that was run: all of them beside each other are too wide for a screen."""
+    run = {(g.first.task, g.first.setting) for line in table.lines for g in line.groups}
+    columns = [(task, setting) for task, setting in table.columns if _was_run(run, task, setting)] or table.columns
+    parts = []
+    for column in columns:
+        lines = [replace(line, cells={column: line.cells[column]}) for line in table.lines if column in line.cells]
+        parts.append(f'<div class="scroll">{to_html(replace(table, columns=[column], lines=lines))}</div>')
+    return "".join(parts)
+
+
+def _was_run(run: set[tuple[str, str]], task: str, setting: str) -> bool:
+    """On ADE20k a column has no setting."""
+    return (task, setting) in run if setting else task in {task for task, _ in run}
 
 
 def section_blocks(section: Section, folder: Path, warn: Warn) -> list[Block]:

@@ -145,7 +145,8 @@ def class_table(method: MethodRuns) -> ClassTable:
     increments = sorted(set(steps))
     merged = np.full((len(increments), values.shape[1]), np.nan)
     for row, step in enumerate(increments):
-        merged[row, step:] = np.nanmean(values[np.array(steps) == step, step:], axis=0)
+        own = np.ma.masked_invalid(values[np.array(steps) == step, step:])
+        merged[row, step:] = own.mean(axis=0).filled(np.nan)
     return ClassTable([f"step {step}: mean of {steps.count(step)}" for step in increments], increments, merged)
 
 
@@ -164,14 +165,16 @@ def class_heat_map(method: MethodRuns, step_names: Sequence[str]) -> Figure:
         panels.append((table.changes, [*step_names[1:steps], "in all"]))
     bar = 0.75
     width = left + sum(len(columns) * cell for _, columns in panels) + (len(panels) - 1) * (gap + bar) + bar + 0.35
-    figure = new_figure(max(width, 4.5), top + height + 0.2)
+    # The title over a narrow last panel needs room of its own.
+    width = max(width, width - bar - 0.35 - cell * len(panels[-1][1]) + 2.2)
+    figure = new_figure(width, top + height + 0.2)
     start = left
     for index, (values, columns) in enumerate(panels):
         axes = axes_at(figure, start, top, cell * len(columns), height)
         if index == 0:
             shade: Any = (Normalize(0, 100), colormaps["viridis"])
         else:
-            largest = max(5.0, float(np.nanmax(np.abs(values))))
+            largest = float(np.abs(values[np.isfinite(values)]).max(initial=5.0))
             shade = (TwoSlopeNorm(0, -largest, largest), colormaps["PuOr"])
         _heat(axes, values, columns, table.names if index == 0 else [], *shade)
         for border in np.flatnonzero(np.diff(table.learnt)) + 0.5:

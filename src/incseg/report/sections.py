@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -79,6 +79,7 @@ class Section:
 
     methods:  the main one first, then the others, floor first.
     ceilings: joint training, which has no steps and belongs to every setting.
+    key:      what its files are named by.
     """
 
     dataset: str
@@ -87,15 +88,11 @@ class Section:
     order: str
     methods: tuple[MethodRuns, ...]
     ceilings: tuple[MethodRuns, ...] = ()
+    key: str = ""
 
     @property
     def title(self) -> str:
         return " ".join([self.dataset, self.task, self.setting] + ["order b"] * (self.order == "b"))
-
-    @property
-    def key(self) -> str:
-        """For names of files."""
-        return "".join(c if c.isalnum() or c in "-_" else "_" for c in self.title.replace(" ", "_"))[:80]
 
     @property
     def main(self) -> MethodRuns:
@@ -137,7 +134,16 @@ def sections_of(records: Sequence[RunRecord], warn: Warn) -> list[Section]:
             for task, order in orders:
                 here = [one for one in own if (one.first.task, one.first.order) == (task, order)]
                 sections.append(Section(dataset, task, JOINT, order, _methods(dataset, here)))
-    return sections
+    return _with_keys(sections)
+
+
+def _with_keys(sections: Sequence[Section]) -> list[Section]:
+    """Own groups of class names are tasks too, and may differ only in what no file is named by."""
+    keys: list[str] = []
+    for section in sections:
+        key = "".join(c if c.isalnum() or c in "-_" else "_" for c in section.title)[:80]
+        keys.append(key if key not in keys else f"{key}-{len(keys)}")
+    return [replace(section, key=key) for section, key in zip(sections, keys, strict=True)]
 
 
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:

@@ -43,6 +43,7 @@ _RC: dict[Any, Any] = {
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
     "legend.frameon": False, "lines.linewidth": 1.8, "lines.markersize": 6, "figure.facecolor": PAPER,
     "savefig.facecolor": PAPER, "svg.fonttype": "path", "svg.hashsalt": "incseg", "image.interpolation": "none",
+    "text.parse_math": False,  # a class may be named $x$
 }  # fmt: skip
 
 Given = ParamSpec("Given")
