@@ -9,19 +9,22 @@ import numpy as np
 from incseg.types import IGNORE
 
 LEAST_SHARE = 0.01
-"""Of an image's pixels that a class must have to be shown by it."""
+"""Of an image's pixels that a label must have to count as shown: a few stray pixels must not halve a score."""
 SCORE_RULE = (
-    "An image's score is its IoU averaged over the labels, background too, that its truth or the prediction shows."
+    "An image's score is its IoU averaged over the labels, background too, that its truth or the prediction shows on "
+    "at least 1 % of the pixels."
 )
 
 
 def image_score(predicted: np.ndarray, truth: np.ndarray) -> float:
-    """Mean IoU over the labels in either of the two, in percent; what is ignored in the truth does not count."""
+    """Mean IoU over the labels that either of the two shows, in percent; what the truth ignores does not count."""
     counted = truth != IGNORE
     predicted, truth = predicted[counted], truth[counted]
     shares = []
     for label in np.union1d(predicted, truth):
         hit, shown = predicted == label, truth == label
+        if max(hit.sum(), shown.sum()) < LEAST_SHARE * truth.size:
+            continue
         shares.append((hit & shown).sum() / (hit | shown).sum())
     return 100 * float(np.mean(shares)) if shares else 100.0
 

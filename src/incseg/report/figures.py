@@ -389,7 +389,7 @@ class Unknown:
         return bool(self.unseen.sum() > 0 and self.other.sum() > 0)
 
 
-_SCORES = {"seen": "by u", "background": "by 1 − P(background)"}
+_SCORES = {"seen": "by uncertainty", "background": "by 1 − P(background)"}
 
 
 @styled
@@ -409,7 +409,7 @@ def unknown_curves(counts: dict[str, dict[str, tuple[int, Unknown]]]) -> Figure:
             text = f"{wrapped(label, 26)}: area {area['auroc']:.2f}" if area else label
             _ranking_curves(roc, precision, one, index, text)
         roc.set(xlabel=f"share of {other} pixels taken for it", ylabel="share found")
-        roc.set_title(f"to come against {other}, {_SCORES[other]}: ROC")
+        roc.set_title(f"to come against {other}, {_SCORES[other]}")
         precision.set(xlabel="recall: share found", ylabel="precision", title="precision over recall")
         roc.legend(loc="lower right", fontsize=8)
         for axes in (roc, precision):

@@ -67,7 +67,7 @@ def sheet(rows: Sequence[Row], classes: Classes) -> Figure:
     columns = max(row.start + len(row.tiles) for row in rows)
     side = 0.28 if any(row.label for row in rows) else 0.0
     width = min(_WIDEST, (WIDTH - 2 * _MARGIN - side) / columns - _GAP)
-    letters = int(width * 14.5)
+    letters = int(width * 15)
     heights = [width * max(_aspect(tile) for tile in row.tiles) for row in rows]
     titles = [0.1 + 0.14 * max(wrapped(tile.title, letters).count("\n") + 1 for tile in row.tiles) for row in rows]
     legend = _Legend(
@@ -76,9 +76,10 @@ def sheet(rows: Sequence[Row], classes: Classes) -> Figure:
     )
     across = max(width * columns + _GAP * (columns - 1), 4.0)
     free = next((index for index, row in enumerate(rows) if row.start >= 2), None)
-    if free is not None and legend.height(2 * width) > heights[free]:
+    over = legend.height(2 * width) - heights[free] if free is not None else 0.0
+    if over > 0 and free != len(rows) - 1:
         free = None
-    below = 0.08 + legend.height(across) if free is None else 0.0
+    below = 0.08 + legend.height(across) if free is None else max(0.0, over)
     figure = new_figure(across + side + 2 * _MARGIN, sum(heights) + sum(titles) + below + 2 * _MARGIN)
     top = _MARGIN
     for index, (row, height, title) in enumerate(zip(rows, heights, titles, strict=True)):

@@ -143,6 +143,8 @@ def _for_page(svg: str, name: str) -> tuple[str, dict[str, str]]:
     body = _LETTER.sub("", body)
     for colour, role in _IN_PAGE.items():
         body = body.replace(colour, role)
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
+    body = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", body)
     body = re.sub(r'(id="|url\(#|href="#)(?!DejaVu)', rf"\g<1>{name}-", body)
     opening = body[: body.index(">") + 1]
     view, points = (re.search(pattern, opening) for pattern in (r'viewBox="[^"]+"', r'width="([\d.]+)pt"'))
