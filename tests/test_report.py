@@ -404,18 +404,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_real_run_is_shown_in_pictures(trained: Path, tmp_path: Path) -> None:
-    page = report(tmp_path, trained, "--images", 5)
+    page = report(tmp_path, trained / "evidential-6-4", trained / "finetune-6-4", "--images", 3)
     text = words(page)
     assert_alone(page, tmp_path)
-    assert "5 of 8 test images, evenly chosen" in text
+    assert "3 of 8 test images, evenly chosen" in text
     assert "Nothing is chosen by hand" in text
-    names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    made = {"reliability", "unknown", "probabilities", "methods", "curves"}
-    assert {f"shapes_6-4_overlapped-{name}" for name in made} <= names
-    assert any(name.startswith("shapes_6-4_overlapped-steps-") for name in names)
-    assert "shapes-tasks" in names
+    names = {path.stem.removeprefix("shapes_6-4_overlapped-") for path in (tmp_path / "figures").glob("*.png")}
+    assert {"reliability", "unknown", "probabilities", "methods", "curves"} <= names
+    assert any(name.startswith("steps-") for name in names)
     assert "evidential above, finetune, the best of the others by All, below" in text
     assert re.search(r"From above: .*hardest[^:]*: val_\d+", text)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_two_tasks_are_set_against_each_other(trained: Path, tmp_path: Path) -> None:
+    text = words(report(tmp_path, trained / "evidential-6-4", trained / "evidential-8-2", "--images", 2))
+    assert "shapes: task against task" in text
+
+
+def test_labels_in_figures_tell_only_what_differs(tmp_path: Path) -> None:
+    lr = {"train.lr": 0.5}
+    write_run(tmp_path / "a", settings=lr)
+    write_run(tmp_path / "b", settings={**lr, "method.balancing": "none"})
+    write_run(tmp_path / "c", method="finetune", settings=lr)
+    (section,) = sections(tmp_path)
+    assert [method.label for method in section.methods] == ["evidential", "evidential (balancing none)", "finetune"]
 
 
 def test_a_figure_is_the_same_every_time(tmp_path: Path) -> None:

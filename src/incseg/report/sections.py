@@ -11,7 +11,7 @@ import numpy as np
 from incseg.engine.rundir import RunDir
 from incseg.report.compare import JOINT, learns_everything, lines_of
 from incseg.report.published import family_of, family_rank
-from incseg.report.tables import Group, RunRecord, Spread, Warn, group, spread, task_rank
+from incseg.report.tables import Group, RunRecord, Spread, Warn, group, options_text, spread, task_rank
 
 MAIN = "evidential"
 """The method that stands above, where it was run."""
@@ -147,13 +147,30 @@ def _with_keys(sections: Sequence[Section]) -> list[Section]:
 
 
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
+    """The main method with the fewest options first. Labels are short, as figures need them: a method by its name, and
+    only where there are several of that name by what they differ in; the tables tell everything."""
+    full = [(line.label.replace("`", ""), one) for line in lines_of(dataset, groups, []) for one in line.groups]
+    short = [_short_label(one.first, [other.first for _, other in full]) for _, one in full]
     found = [
-        MethodRuns(line.label.replace("`", ""), one) for line in lines_of(dataset, groups, []) for one in line.groups
+        MethodRuns(label if short.count(label) == 1 else whole, one)
+        for label, (whole, one) in zip(short, full, strict=True)
     ]
-    # The main method with the fewest options first.
     return tuple(
         sorted(found, key=lambda m: (_family(m) != MAIN, family_rank(m.runs.first.method), len(m.runs.first.options)))
     )
+
+
+def _short_label(record: RunRecord, others: Sequence[RunRecord]) -> str:
+    alike = [other for other in others if other.method == record.method]
+    differing = {
+        key: value
+        for key, value in record.options.items()
+        if any(key not in other.options or other.options[key] != value for other in alike)
+    }
+    parts = ["joint"] * (record.setting == JOINT and record.method != JOINT) + [options_text(differing)] * bool(
+        differing
+    )
+    return record.method + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _family(method: MethodRuns) -> str:
