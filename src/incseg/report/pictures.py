@@ -69,7 +69,7 @@ def sheet(rows: Sequence[Row], classes: Classes) -> Figure:
     width = min(_WIDEST, (WIDTH - 2 * _MARGIN - side) / columns - _GAP)
     letters = int(width * 15)
     heights = [width * max(_aspect(tile) for tile in row.tiles) for row in rows]
-    titles = [0.1 + 0.14 * max(wrapped(tile.title, letters).count("\n") + 1 for tile in row.tiles) for row in rows]
+    titles = [max(_title_height(wrapped(tile.title, letters)) for tile in row.tiles) for row in rows]
     legend = _Legend(
         sorted({int(i) for row in rows for t in row.tiles if t.is_labels for i in np.unique(t.picture)}),
         any(t.is_map for row in rows for t in row.tiles),
@@ -97,6 +97,10 @@ def sheet(rows: Sequence[Row], classes: Classes) -> Figure:
     if free is None:
         legend.draw(figure, classes, _MARGIN + side, top + 0.08, across)
     return figure
+
+
+def _title_height(title: str) -> float:
+    return 0.1 + 0.14 * (title.count("\n") + 1) if title else _GAP
 
 
 def _aspect(tile: Tile) -> float:

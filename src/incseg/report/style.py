@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from incseg.files import replacing, write_text
+from incseg.report.draw import palette_image
 
 # Each of these stands for a role. In the page they become its own colours, so they must not be used for anything else.
 INK, FAINT, GRID, PAPER = "#1b1f24", "#6a737d", "#d8dee4", "#fffffe"
@@ -121,16 +122,16 @@ def _lighter(svg: str) -> str:
 
 def _encoded(data: str) -> str:
     image = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
-    written, kind = io.BytesIO(), "jpeg"
-    if (colours := image.getcolors(256)) is not None:
-        kind = "png"
-        image.quantize(max(2, len(colours)), dither=Image.Dither.NONE).save(written, "png", optimize=True)
-        if not np.array_equal(np.asarray(Image.open(written).convert("RGB")), np.asarray(image)):
-            written = io.BytesIO()
-            image.save(written, "png", optimize=True)
+    written = {"jpeg": io.BytesIO(), "png": io.BytesIO()}
+    image.save(written["jpeg"], "jpeg", quality=86, subsampling=0, optimize=True)
+    if image.getcolors(256) is not None:
+        colours, indices = np.unique(np.asarray(image).reshape(-1, 3), axis=0, return_inverse=True)
+        indexed = palette_image(indices.reshape(image.height, image.width), colours)
+        indexed.save(written["png"], "png", optimize=True)
     else:
-        image.save(written, "jpeg", quality=86, subsampling=0, optimize=True)
-    return f"data:image/{kind};base64,{base64.b64encode(written.getvalue()).decode()}"
+        image.save(written["png"], "png", optimize=True)
+    kind = min(written, key=lambda kind: len(written[kind].getvalue()))
+    return f"data:image/{kind};base64,{base64.b64encode(written[kind].getvalue()).decode()}"
 
 
 _LETTER = re.compile(r'<path id="(DejaVu[^"]+)"[^>]*/>\s*')
@@ -140,7 +141,7 @@ def _for_page(svg: str, name: str) -> tuple[str, dict[str, str]]:
     """The <svg> in the page's colours, as wide as it is in print, its ids its own; and its letters by their ids."""
     body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     letters = {found[1]: " ".join(found[0].split()) for found in _LETTER.finditer(body)}
-    body = _LETTER.sub("", body)
+    body = re.sub(r"<defs>\s*</defs>|<!--.*?-->", "", _LETTER.sub("", body))
     for colour, role in _IN_PAGE.items():
         body = body.replace(colour, role)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
