@@ -11,7 +11,8 @@ demo: setup
 	$(BIN)/incseg train --data shapes --out runs/demo
 	$(BIN)/incseg data export --data shapes --split val --limit 6 --out runs/demo/images
 	$(BIN)/incseg predict runs/demo runs/demo/images/images --out runs/demo/predictions
-	@echo "Look at runs/demo/predictions/*_overlay.png and *_uncertainty.png; the figures are in runs/demo/results.json."
+	$(BIN)/incseg report runs/demo
+	@echo "Open runs/demo/report/index.html: tables, curves, pictures, uncertainty. To play with the model: $(BIN)/incseg demo runs/demo --open"
 
 test: lint
 	$(BIN)/python -m pytest -n 2
