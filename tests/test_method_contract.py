@@ -140,8 +140,14 @@ class Scene:
         return self.model(batch.inputs), teacher
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        out, teacher = self.forward(batch)
-        return self.method.losses(batch, out, teacher, self.step)
+        return self.losses_of(self.method, batch, *self.forward(batch))
+
+    def losses_of(self, method: Method, batch: Batch, out: Output, teacher: Output | None) -> dict[str, Tensor]:
+        """As the trainer asks for them."""
+        if method.needs_batch_sums:
+            sums = method.batch_sums(batch, out, teacher, self.step)
+            method.take_batch_sums(self.context.mean(sums), self.step)
+        return method.losses(batch, out, teacher, self.step)
 
     def backward(self, losses: dict[str, Tensor]) -> None:
         self.model.zero_grad()
@@ -267,7 +273,7 @@ def test_half_precision_gives_finite_float32_losses(scene: Scene) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, teacher = scene.forward(batch)
     assert out.logits.dtype == torch.bfloat16
-    losses = scene.method.losses(batch, out, teacher, scene.step)
+    losses = scene.losses_of(scene.method, batch, out, teacher)
     assert_losses(losses)
     scene.backward(losses)
     for name, value in losses.items():
@@ -332,7 +338,7 @@ def test_the_state_survives(scene: Scene) -> None:
     out, teacher = scene.forward(scene.mixed())
     mine, theirs = (m.predict(out.logits, scene.model.increments) for m in (scene.method, fresh))
     assert torch.equal(mine.probabilities, theirs.probabilities)
-    mine_losses, their_losses = (m.losses(scene.mixed(), out, teacher, scene.step) for m in (scene.method, fresh))
+    mine_losses, their_losses = (scene.losses_of(m, scene.mixed(), out, teacher) for m in (scene.method, fresh))
     assert mine_losses == their_losses
 
 

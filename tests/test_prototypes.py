@@ -31,7 +31,7 @@ from incseg.methods.base import StepContext
 from incseg.methods.sdr import SDR
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
-from incseg.types import IGNORE, Batch, DatasetInfo, Increment
+from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output
 
 NUM_LABELS = 4  # background and three classes; the third is in no position
 
@@ -215,7 +215,11 @@ class Scene:
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         with torch.no_grad():
             teacher = self.teacher(batch.inputs) if self.teacher else None
-        return self.method.losses(batch, self.model(batch.inputs), teacher, self.step)
+        return self.losses_of(batch, self.model(batch.inputs), teacher)
+
+    def losses_of(self, batch: Batch, out: Output, teacher: Output | None) -> dict[str, Tensor]:
+        self.method.take_batch_sums(self.method.batch_sums(batch, out, teacher, self.step), self.step)
+        return self.method.losses(batch, out, teacher, self.step)
 
 
 @pytest.mark.parametrize("freeze_backbone", [False, True])
@@ -257,7 +261,7 @@ def test_matching_is_zero_as_long_as_features_are_where_they_were() -> None:
     with torch.no_grad():
         teacher = scene.teacher(batch.inputs)
     teacher.logits = torch.nn.functional.one_hot(nearest(right, (3, 3)).clamp(max=2), 3).movedim(-1, 1).float()
-    losses = scene.method.losses(batch, out, teacher, scene.step)
+    losses = scene.losses_of(batch, out, teacher)
     assert float(losses["matching"].detach()) == pytest.approx(0, abs=1e-9)
 
 

@@ -52,12 +52,15 @@ class Increment:
 
 @dataclass
 class Batch:
-    """Images with their training labels, on the device.
+    """A part of the images of an update, with their training labels, on the device.
+
+    An update's images are dealt out to processes, and in each to micro-batches (`train.accumulate`): these are the
+    parts. Gradients are averaged over all of them.
 
     inputs:  what the model takes.
     labels:  (B, H, W) uint8, learnt indices: 0 background, 1.. in the order of learning, 255 ignored.
-    counts:  (256,) float, how many pixels carry each label: the mean over all processes, so that
-             dividing a local sum by it and averaging gradients gives the mean over the global batch.
+    counts:  (256,) float, how many pixels carry each label: the mean over all parts, so that
+             dividing a local sum by it and averaging gradients gives the mean over the whole batch.
     """
 
     inputs: Inputs
@@ -67,12 +70,31 @@ class Batch:
 
     @property
     def valid_pixels(self) -> Tensor:
-        """Pixels with a label, at least one, so that an all-void batch divides to zero."""
-        return (self.counts.sum() - self.counts[IGNORE]).clamp(min=1)
+        """Pixels with a label; above zero, so that an all-void batch divides to zero, and below any share of a pixel."""
+        return (self.counts.sum() - self.counts[IGNORE]).clamp(min=1e-6)
+
+    @property
+    def share(self) -> Tensor:
+        """Images of this part per images of a mean one: what a mean over images is multiplied by, so that it averages
+        to the mean over the whole batch also where parts differ by an image."""
+        return self.labels.numel() / self.counts.sum()
 
     @property
     def size(self) -> tuple[int, int]:
         return self.labels.shape[-2], self.labels.shape[-1]
+
+    def parts(self, number: int) -> list[Batch]:
+        """Micro-batches: the images dealt out in turn, so that images added at the end are spread over all of them."""
+
+        def dealt(first: int) -> Inputs:
+            if isinstance(self.inputs, Tensor):
+                return self.inputs[first::number]
+            return tuple(part[first::number] for part in self.inputs)
+
+        if number == 1:
+            return [self]
+        counts = self.counts / number
+        return [Batch(dealt(i), self.labels[i::number], counts, self.names[i::number]) for i in range(number)]
 
 
 @dataclass

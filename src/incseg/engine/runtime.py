@@ -104,6 +104,12 @@ class Runtime:
             return DistributedDataParallel(model, device_ids=[self.device.index])
         return DistributedDataParallel(model)
 
+    def synced(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[object]:
+        """Around a forward and backward pass: gradients are averaged over processes at its end, or only added up."""
+        if now or not isinstance(wrapped, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return wrapped.no_sync()
+
     def autocast(self) -> AbstractContextManager[object]:
         if self.precision == torch.float32:
             return contextlib.nullcontext()

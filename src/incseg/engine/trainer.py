@@ -43,6 +43,8 @@ class TrainConfig:
         epochs: passes over the images of a step.
         epochs_later: passes in the steps after the first; empty for the same number.
         batch_size: images per update, over all processes.
+        accumulate: micro-batches that a process cuts its images of an update into, to need less memory; the update is
+            that of the whole batch but for the statistics of batch norms. Empty for one.
         lr: learning rate of step 0.
         lr_later: learning rate of the steps after it.
         momentum: of SGD, Nesterov's.
@@ -64,6 +66,7 @@ class TrainConfig:
     epochs: int = 30
     epochs_later: int | None = None
     batch_size: int = 20
+    accumulate: int | None = None
     lr: float = 0.01
     lr_later: float = 0.001
     momentum: float = 0.9
@@ -84,6 +87,7 @@ class TrainConfig:
             ("epochs", 1),
             ("epochs_later", 1),
             ("batch_size", 1),
+            ("accumulate", 1),
             ("crop", 1),
             ("label_stride", 1),
             ("workers", 0),
@@ -156,6 +160,8 @@ class Trainer:
             raise UserError(f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol")
         so_far = self.protocol.steps[: step.index + 1]
         kept = self.steps.find(so_far, self.feed.train_images)
+        if self.runtime.any(kept is None):
+            kept = None  # another run may keep the step while our processes look: all take it, or all train
         if kept is not None:
             self.reporter.say(
                 f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there"
@@ -268,23 +274,28 @@ class Trainer:
         inputs: Inputs, labels: Tensor, step: Step, iteration: int,
     ) -> dict[str, float]:  # fmt: skip
         """One optimiser update; stops the run before it does harm if the loss or its gradient is not finite."""
-        batch = self.method.extend(self._to_batch(inputs, labels))
-        teacher_out: Output | None = None
-        with self.runtime.autocast():
-            if teacher is not None:
-                with torch.no_grad():
-                    teacher_out = teacher(batch.inputs)
-            out = wrapped(batch.inputs)
-        losses = self.method.losses(batch, out, teacher_out, step)
-        total = torch.stack(list(losses.values())).sum()
+        parts = self.method.extend(self._to_batch(inputs, labels)).parts(self.train.accumulate or 1)
         optimizer.zero_grad(set_to_none=True)
-        scaler.scale(total).backward()
+        if self.method.needs_batch_sums and len(parts) > 1:
+            with torch.no_grad(), _buffers_kept(self.model):
+                outputs = ((part, *self._forward(self.model, teacher, part)) for part in parts)
+                sums = [self.method.batch_sums(part, out, old, step) for part, out, old in outputs]
+            self.method.take_batch_sums(self.runtime.mean(torch.stack(sums).mean(0)), step)
+        values = torch.zeros(())
+        for number, part in enumerate(parts, start=1):
+            with self.runtime.synced(wrapped, now=number == len(parts)):
+                out, old = self._forward(wrapped, teacher, part)
+                if self.method.needs_batch_sums and len(parts) == 1:
+                    self.method.take_batch_sums(self.runtime.mean(self.method.batch_sums(part, out, old, step)), step)
+                losses = self.method.losses(part, out, old, step)
+                terms_of_part = torch.stack(list(losses.values())) / len(parts)
+                scaler.scale(terms_of_part.sum()).backward()
+            values = values.to(terms_of_part) + terms_of_part.detach()
         scaler.unscale_(optimizer)
         self.method.after_backward(self.model)
         limit = self.train.clip if self.train.clip is not None else math.inf
         norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], limit)
-        values = self.runtime.mean(torch.stack([value.detach() for value in losses.values()]))
-        terms = dict(zip(losses, values.tolist(), strict=True))
+        terms = dict(zip(losses, self.runtime.mean(values).tolist(), strict=True))
         # float16 overflows now and then by design: its scaler skips such an update and lowers the scale.
         if not math.isfinite(sum(terms.values())) or not (scaler.is_enabled() or math.isfinite(float(norm))):
             shown = ", ".join(f"{name} {value:g}" for name, value in terms.items())
@@ -296,6 +307,15 @@ class Trainer:
         scaler.step(optimizer)
         scaler.update()
         return terms
+
+    def _forward(self, model: nn.Module, teacher: Segmenter | None, batch: Batch) -> tuple[Output, Output | None]:
+        """What the model says, and its teacher, which runs once and takes no gradient."""
+        old: Output | None = None
+        with self.runtime.autocast():
+            if teacher is not None:
+                with torch.no_grad():
+                    old = teacher(batch.inputs)
+            return model(batch.inputs), old
 
     def _to_batch(self, inputs: Inputs, labels: Tensor) -> Batch:
         labels = labels.to(self.runtime.device, non_blocking=True)
@@ -311,9 +331,10 @@ class Trainer:
         return self.runtime.move(self.feed.inputs(images, encode))
 
     def _order(self, step: Step, epochs: int, first: int) -> EpochOrder:
-        size, world = self.train.batch_size, self.runtime.world
-        if size < world:
-            raise UserError(f"train.batch_size is {size}, less than the {world} processes")
+        size, world, parts = self.train.batch_size, self.runtime.world, self.train.accumulate or 1
+        if size < world * parts:
+            asked = f"{world} processes" + (f" of {parts} micro-batches each" if parts > 1 else "")
+            raise UserError(f"train.batch_size is {size}, less than the {asked}; raise it, or ask for fewer")
         images = len(self.feed.train_images[step.index])
         return EpochOrder(images, size, epochs, (self.seed, step.index), first, self.runtime.rank, world)
 
@@ -352,6 +373,15 @@ class Trainer:
             write_json(self.folder.results, results)
             self.folder.checkpoint.unlink(missing_ok=True)
         return results
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put running statistics back that a pass which only looks has moved."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    yield
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,11 @@
 
 Features (B, D, h, w) are at the network's resolution, and so are the labels here (`position_labels`): 0 background,
 1… classes, 255 void. N = B·h·w positions, K labels with background. `counts` are positions per label, the mean over
-the processes of a run like `Batch.counts`: what is summed here and divided by them averages to the value of the whole
+the parts of a batch like `Batch.counts`: what is summed here and divided by them averages to the value of the whole
 batch, gradients too.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -45,20 +43,28 @@ def flatten_positions(features: Tensor) -> Tensor:
     return features.movedim(1, -1).flatten(0, -2).to(torch.promote_types(features.dtype, torch.float32))
 
 
-def class_means(
-    positions: Tensor, members: Tensor, mean: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> tuple[Tensor, Tensor]:
-    """(N, D), (N, K) → the classes' means (K, D) over all processes, and counts (K). Absent classes have mean zero.
+def class_sums(positions: Tensor, members: Tensor) -> Tensor:
+    """(N, D), (N, K) → (K, D + 1): each class's sum of positions, and how many there are. Without gradient."""
+    members, positions = members.to(positions.dtype), positions.detach()
+    return torch.cat([members.T @ positions, members.sum(0).unsqueeze(1)], dim=1)
 
-    `mean` averages a tensor over processes. The means are the same in each of them; the gradient is that of its own
-    positions, scaled so that the average of the processes' gradients is the gradient of the means.
+
+def means_of(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """`class_sums` → the classes' means (K, D) and counts (K). Absent classes have mean zero."""
+    counts = sums[:, -1]
+    return sums[:, :-1] / counts.clamp(min=_SMALLEST_COUNT).unsqueeze(1), counts
+
+
+def class_means(positions: Tensor, members: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(N, D), (N, K) → `means_of` the whole batch, with gradient.
+
+    `sums` is the mean of `class_sums` over all parts of the batch; None where this is the only one. The means are the
+    same in each part; the gradient is that of its own positions, scaled so that the average of the parts' gradients is
+    the gradient of the means.
     """
-    members = members.to(positions.dtype)
-    sums = members.T @ positions
-    shared = mean(torch.cat([sums.detach(), members.sum(0).unsqueeze(1)], dim=1))
-    all_sums, counts = shared[:, :-1], shared[:, -1]
-    own_part = sums - sums.detach()  # zero, with the gradient
-    return (all_sums + own_part) / counts.clamp(min=_SMALLEST_COUNT).unsqueeze(1), counts
+    own = members.to(positions.dtype).T @ positions
+    own_part = F.pad(own - own.detach(), (0, 1))  # zero, with the gradient
+    return means_of((class_sums(positions, members) if sums is None else sums) + own_part)
 
 
 def running_mean(average: Tensor, seen: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,10 @@ class Method(ABC):
     """What step 0 is trained by, where several methods train it alike and can share it. Those of CROSS_ENTROPY have no
     state that step 0's batches make; others that share a name make the same state in step 0."""
 
+    needs_batch_sums: ClassVar[bool] = False
+    """Whether `losses` reads more of the whole batch than `Batch.counts`: then `batch_sums` and `take_batch_sums` come
+    before it. With micro-batches that costs another forward pass."""
+
     @dataclass
     class Config:
         """No options."""
@@ -91,11 +95,18 @@ class Method(ABC):
         """Before the first batch of a step: initialise classifiers, collect statistics."""
 
     def extend(self, batch: Batch) -> Batch:
-        """Before the network sees a batch: a method that replays adds images to it."""
+        """Before a process's batch is cut into micro-batches: a method that replays adds images to it."""
         return batch
 
+    def batch_sums(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> Tensor:
+        """Sums over the images of a part, without gradient."""
+        raise NotImplementedError(f"{type(self).__name__} asks for batch sums and makes none")
+
+    def take_batch_sums(self, sums: Tensor, step: Step) -> None:
+        """Once in an update, before its first `losses`: the mean of `batch_sums` over all parts of the batch."""
+
     def after_backward(self, model: nn.Module) -> None:
-        """Gradients are there, the optimiser has not moved yet."""
+        """The gradients of the whole batch are there, the optimiser has not moved yet."""
 
     def end_step(self, context: StepContext) -> None:
         """After the last batch: consolidate what the next step will need."""

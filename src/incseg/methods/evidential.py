@@ -183,9 +183,8 @@ class Evidential(Method):
             closed if config.pseudo_labels is None else None,
         )
         if teacher is not None and config.pod:
-            terms["pod"] = (
-                config.pod * math.sqrt(len(step.seen) / len(step.new)) * local_pod(*trained_maps(out, teacher))
-            )
+            weight = config.pod * math.sqrt(len(step.seen) / len(step.new)) * batch.share
+            terms["pod"] = weight * local_pod(*trained_maps(out, teacher))
         return terms
 
     def _sure_labels(self, labels: Tensor, teacher_logits: Tensor | None) -> Tensor | None:

@@ -76,10 +76,10 @@ class PLOP(Method):
             return {"ce": (cross_entropy_per_image(logits, strip_labels) * image_scales).sum()}
 
         terms = pixelwise(strip, out.logits, labels)
-        return terms if teacher is None else terms | self._pod(out, teacher, step)
+        return terms if teacher is None else terms | self._pod(batch, out, teacher, step)
 
-    def _pod(self, out: Output, teacher: Output, step: Step) -> dict[str, Tensor]:
-        growth = math.sqrt(len(step.seen) / len(step.new))
+    def _pod(self, batch: Batch, out: Output, teacher: Output, step: Step) -> dict[str, Tensor]:
+        growth = math.sqrt(len(step.seen) / len(step.new)) * batch.share
         terms = {}
         if self.config.lambda_pod > 0:
             terms["pod"] = self.config.lambda_pod * growth * local_pod(*trained_maps(out, teacher))

@@ -18,7 +18,7 @@ reads negative features as zero, and is bounded (`sparsity_sum`). Its network en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +31,10 @@ from incseg.losses.pixelwise import pixelwise
 from incseg.losses.prototypes import (
     attraction,
     class_means,
+    class_sums,
     flatten_positions,
     matching,
+    means_of,
     membership,
     position_labels,
     repulsion,
@@ -48,6 +50,7 @@ from incseg.types import Batch, Increment, Output, Prediction
 class SDR(Method):
     background_output = True
     first_step = "cross_entropy+prototypes"
+    needs_batch_sums = True  # distances between the means of classes are no sums over images
 
     @dataclass
     class Config:
@@ -75,13 +78,12 @@ class SDR(Method):
         super().__init__(config)
         self._prototypes, self._seen = torch.zeros(0, 0), torch.zeros(0)
         self._reads_embedding = False
-        self._mean: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self._sums = torch.zeros(0, 0)
 
     def begin_step(self, context: StepContext) -> None:
         """Room for the prototypes of the new classes: row 0, background's, stays empty."""
         config, backbone = context.model.config, context.model.backbone
         self._reads_embedding = config.freeze_backbone
-        self._mean = context.mean
         width = config.width if self._reads_embedding else backbone.channels[-1]
         rows = len(context.step.seen) + 1
         like = context.model.classifiers[0].get_parameter("weight")
@@ -89,6 +91,24 @@ class SDR(Method):
         if known := len(self._seen):
             prototypes[:known], seen[:known] = self._prototypes, self._seen
         self._prototypes, self._seen = prototypes, seen
+
+    def batch_sums(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> Tensor:
+        features, _, members = self._positions(batch, out, teacher)
+        return class_sums(flatten_positions(features), members)
+
+    def take_batch_sums(self, sums: Tensor, step: Step) -> None:
+        """Prototypes of the new classes move before they are asked of."""
+        self._sums = sums
+        means, counts = means_of(sums)
+        new = torch.arange(len(counts), device=counts.device) > len(step.old)
+        self._prototypes, self._seen = running_mean(self._prototypes, self._seen, means, counts * new)
+
+    def _positions(self, batch: Batch, out: Output, teacher: Output | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, the labels of their positions, and to which classes these belong."""
+        features = out.embedding if self._reads_embedding else out.stages[-1]
+        size = (features.shape[-2], features.shape[-1])
+        labels = position_labels(batch.labels, teacher.logits if teacher else None, size)
+        return features, labels, membership(labels, len(self._seen))
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
         return self._output_losses(batch, out, teacher) | self._feature_losses(batch, out, teacher, step)
@@ -111,20 +131,14 @@ class SDR(Method):
 
     def _feature_losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
         """None in step 0, where prototypes are only gathered."""
-        config = self.config
-        features = out.embedding if self._reads_embedding else out.stages[-1]
-        size = (features.shape[-2], features.shape[-1])
-        labels = position_labels(batch.labels, teacher.logits if teacher else None, size)
-        members = membership(labels, len(self._seen))
-        positions = flatten_positions(features)
-        means, counts = class_means(positions, members, self._mean)
-        row = torch.arange(len(counts), device=counts.device)
-        is_new, is_old = row > len(step.old), (row > 0) & (row <= len(step.old))
-        self._prototypes, self._seen = running_mean(
-            self._prototypes, self._seen, means.detach(), torch.where(is_new, counts, torch.zeros_like(counts))
-        )
         if teacher is None:
             return {}
+        config = self.config
+        features, labels, members = self._positions(batch, out, teacher)
+        positions = flatten_positions(features)
+        means, counts = class_means(positions, members, self._sums)
+        row = torch.arange(len(counts), device=counts.device)
+        is_old = (row > 0) & (row <= len(step.old))
         present = (counts > 0) & (self._seen > 0)
         return {
             "matching": config.lambda_matching * matching(means, self._prototypes, present & is_old),

@@ -34,8 +34,9 @@ class ModelConfig:
         stages: Which stages of the backbone the head reads, 0 the shallowest; all are brought to the resolution of
             the first named. Empty for the last one alone, as in DeepLabv3.
         dilations: Of the head's three 3x3 convolutions; by default 6, 12, 18 at stride 16, doubled at 8.
-        norm: batch; group (no batch statistics); or frozen (the backbone's running statistics never
-            change, its affine parameters train; the head, which has no statistics to keep, uses batch).
+        norm: batch; group (no batch statistics); frozen (the backbone's running statistics never
+            change, its affine parameters train; the head, which has no statistics to keep, uses batch); or
+            frozen-group (the same backbone, group in the head: no statistics of batches anywhere).
         freeze_backbone: Train the head only; neither parameters nor statistics of the backbone change.
     """
 
@@ -45,7 +46,7 @@ class ModelConfig:
     width: int = 256
     stages: tuple[int, ...] | None = None
     dilations: tuple[int, int, int] | None = None
-    norm: Literal["batch", "group", "frozen"] = "batch"
+    norm: Literal["batch", "group", "frozen", "frozen-group"] = "batch"
     freeze_backbone: bool = False
 
 
@@ -60,9 +61,10 @@ class Segmenter(nn.Module):
         self.config = config
         self.background_output = background_output
         self.increments: list[Increment] = []
-        self.backbone = build_backbone(config.backbone, config.output_stride, config.norm)
+        norm = "frozen" if config.norm == "frozen-group" else config.norm
+        self.backbone = build_backbone(config.backbone, config.output_stride, norm)
         dilations = config.dilations or default_dilations(config.output_stride)
-        head_norm: Literal["batch", "group"] = "group" if config.norm == "group" else "batch"
+        head_norm: Literal["batch", "group"] = "group" if config.norm in ("group", "frozen-group") else "batch"
         channels = [self.backbone.channels[stage] for stage in self._stages_read()]
         self.neck = Neck(channels, config.width, head_norm) if config.stages else None
         self.aspp = ASPP(config.width if config.stages else channels[0], config.width, dilations, head_norm)
@@ -161,6 +163,6 @@ def build_segmenter(config: ModelConfig, background_output: bool, log: Callable[
     model = Segmenter(config, background_output)
     if config.weights is not None:
         log(str(load_weights(model.backbone, config.weights)))
-    elif config.freeze_backbone or config.norm == "frozen":
+    elif config.freeze_backbone or config.norm.startswith("frozen"):
         log(f"note: {config.backbone} is frozen but has no pretrained weights; give --model.weights")
     return model
