@@ -10,12 +10,12 @@ value with the highest mean of All and Inc is taken. The evidential method goes 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from voc_laptop import Queue, Run, work
+from voc_laptop import Run, learn
 
 from incseg.data.voc import VOC_INFO
 
@@ -44,16 +44,13 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "pi": [{"method.weight": "50"}, {"method.weight": "500", **SLOW}],
     "rw": [{"method.weight": "30"}, {"method.weight": "100", **SLOW}],
 }
-BASES = {"evidential": "evidential", "ewc": "statistics", "pi": "statistics", "rw": "statistics"}
-OWN_BASE = ("dkd", "ssul", "sdr", "lwf_mc")
 
 
 def runs(web: Path) -> Iterator[Run]:
     for method, trials in TRIALS.items():
-        base = BASES.get(method, method if method in OWN_BASE else "softmax")
         for trial in trials:
             flags = [w for key, value in trial.items() for w in (f"--{key}", value.replace("WEB", str(web)))]
-            yield Run("-".join([method, *tried(trial)]), base, (*HELD_OUT, "--method", method, *flags))
+            yield Run("-".join([method, *tried(trial)]), (*HELD_OUT, "--method", method, *flags))
 
 
 def tried(trial: dict[str, str]) -> list[str]:
@@ -90,12 +87,10 @@ def main() -> None:
     if args.table:
         print(table(args.out))
         return
-    queue = Queue([r for r in runs(args.web) if args.only in r.name], args.out)
-    workers = [threading.Thread(target=work, args=(queue, args.root, 1)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    if args.root is None:
+        parser.error("--root is missing: the folder of VOC2012")
+    with contextlib.suppress(KeyboardInterrupt):
+        learn([r for r in runs(args.web) if args.only in r.name], args.root, args.out, workers=2, threads=1)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ def test_command_parses(line: str) -> None:
     if name == "train":
         parse_run("incseg train", "", rest)
         return
+    if name == "sweep":
+        from incseg.cli.sweep import plan
+
+        assert rest[0] == "status" or plan(rest)
+        return
     command = importlib.import_module(f"incseg.cli.{name}")
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.add_arguments(parser)

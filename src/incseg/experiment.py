@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.progress import Reporter, Screen, Silent
+from incseg.engine.queue import Job
 from incseg.engine.rundir import RunDir, read_config
 from incseg.engine.runtime import Precision, Runtime, seed_everything, started
 from incseg.engine.steps import StepStore
@@ -357,16 +360,39 @@ def _recipe(
         "initial": tensors_digest(model.state_dict()),
         "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
     }
+    return lambda k: {**fixed, **_training_recipe(config, method, k)}
+
+
+def _training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, Any]:
+    """The part of a step's recipe that the settings of training and method decide."""
     of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "fusion", "workers", "checkpoint_seconds"}
-    training = {key: value for key, value in settings["train"].items() if key not in of_step}
-    fused = {"fusion": config.train.fusion} if config.train.fusion else {}
-    return lambda k: {
-        **fixed,
-        **training,
-        **(fused if k else {}),
-        "schedule": config.train.for_step(k),
-        **method.recipe(k),
+    training = {key: value for key, value in config.as_dict()["train"].items() if key not in (*of_step, "accumulate")}
+    if (config.train.accumulate or 1) > 1:  # batch norms see micro-batches
+        training["accumulate"] = config.train.accumulate
+    if config.train.fusion and step:
+        training["fusion"] = config.train.fusion
+    return {**training, "schedule": config.train.for_step(step), **method.recipe(step)}
+
+
+def job_of(config: RunConfig, name: str) -> Job:
+    """A run as a queue takes it, under `name` in the queue's folder.
+
+    What its step 0 depends on is told from the settings alone, without a look at the data: where two runs agree but
+    their images differ, one has waited for the other in vain, no more.
+    """
+    settings = {key: value for key, value in config.as_dict().items() if key != "out"}
+    if not config.reuse:
+        return Job(name, settings)
+    method = build_method(config.method)
+    joint = method.single_step or config.setting == "joint"
+    base = {
+        **{key: settings[key] for key in ("data", "model", "setting", "rules", "order", "seed", "device", "precision")},
+        **_training_recipe(config, method, 0),
+        "classes": "all" if joint else config.task.split("/" if "/" in config.task else "-")[0],
     }
+    if joint:
+        base["setting"] = "joint"
+    return Job(name, settings, hashlib.sha256(json.dumps(base, sort_keys=True).encode()).hexdigest()[:16])
 
 
 def load_run_config(folder: Path) -> RunConfig:

@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def valid_pixels(self) -> Tensor:
-        """Pixels with a label; above zero, so that an all-void batch divides to zero, and below any share of a pixel."""
+        """Pixels with a label; not quite zero where there are none, so that an all-void batch divides to zero."""
         return (self.counts.sum() - self.counts[IGNORE]).clamp(min=1e-6)
 
     @property

@@ -13,7 +13,7 @@ import incseg
 from incseg.names import unknown
 from incseg.types import UserError
 
-COMMANDS = ("train", "eval", "compare", "report", "predict", "demo", "protocol", "data", "cache", "list")
+COMMANDS = ("train", "sweep", "eval", "compare", "report", "predict", "demo", "protocol", "data", "cache", "list")
 """Each is a module of this package."""
 _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"
 

@@ -35,7 +35,7 @@ _GROUPS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval
 
 def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line asks for."""
-    tokens = [_lengthen(token) for token in argv]
+    tokens = [lengthen(token) for token in argv]
     file, tokens = _take_option("--config", tokens)
     config = _from_file(file) if file is not None else {}
     method = _last("--method.name", tokens) or config.get("method", {}).get("name") or "evidential"
@@ -129,7 +129,7 @@ def _in_words(kind: Any) -> str:
     return plain.get(kind, str(getattr(kind, "__name__", kind)))
 
 
-def _lengthen(token: str) -> str:
+def lengthen(token: str) -> str:
     """`--data voc` and `--data=voc` are written for `--data.name`."""
     flag, equals, value = token.partition("=")
     return _SHORT.get(flag, flag) + equals + value

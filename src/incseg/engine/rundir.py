@@ -104,6 +104,11 @@ class RunDir:
             done.append(len(done))
         return done
 
+    @property
+    def started(self) -> bool:
+        """Whether something was learnt."""
+        return self.config.exists() and (self.checkpoint.exists() or bool(self.steps_done()))
+
     def rows(self) -> list[dict[str, Any]]:
         return [read_json(self.row(step)) for step in self.steps_done()]
 
@@ -114,9 +119,8 @@ class RunDir:
             self._take_lock()
             for left in self.root.rglob(".*.tmp"):  # what a killed process was writing
                 left.unlink(missing_ok=True)
-            if self.config.exists() and (self.checkpoint.exists() or self.steps_done()):
-                self._check_same(config)
-            else:  # also where nothing was learnt yet: a first try with a wrong setting must not spoil the name
+            self.check_same(config)
+            if not self.started:  # also where nothing was learnt yet: a first try must not spoil the name
                 write_text(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         except OSError as error:
             raise UserError(f"cannot write the run folder {self.root} ({error}); choose another with --out") from error
@@ -143,15 +147,11 @@ class RunDir:
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
 
-    def _check_same(self, config: dict[str, Any]) -> None:
-        there, here = flatten(read_config(self.config)), flatten(config)
-        differing = sorted(
-            key for key in there.keys() | here.keys() if there.get(key) != here.get(key) and key not in MAY_DIFFER
-        )
-        if differing:
-            shown = ", ".join(f"{key} was {there.get(key)!r}, now {here.get(key)!r}" for key in differing[:3])
+    def check_same(self, config: dict[str, Any]) -> None:
+        """Refuse to go on, where something was learnt, with settings that would have given another result."""
+        if self.started and (differing := differing_settings(read_config(self.config), config)):
             raise UserError(
-                f"{self.root} holds a run with other settings ({shown}); choose another --out, or delete the folder"
+                f"{self.root} holds a run with other settings ({differing}); choose another --out, or delete the folder"
             )
 
     def write_environment(self, runtime: dict[str, object]) -> None:
@@ -207,6 +207,13 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__}, not settings; restore it or start a new run")
     return value
+
+
+def differing_settings(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """In words, the first settings of two configurations that change a result and are not the same; else nothing."""
+    was, now = flatten(there), flatten(here)
+    keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key) and key not in MAY_DIFFER)
+    return ", ".join(f"{key} was {was.get(key)!r}, now {now.get(key)!r}" for key in keys[:3])
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

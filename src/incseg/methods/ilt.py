@@ -54,7 +54,9 @@ class ILT(Method):
         distils = teacher is not None and config.lambda_kd > 0
         terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distils else None)
         if teacher is not None and config.lambda_features > 0:
-            terms["features"] = config.lambda_features * batch.share * feature_distillation(*_deepest_trained(out, teacher))
+            terms["features"] = (
+                config.lambda_features * batch.share * feature_distillation(*_deepest_trained(out, teacher))
+            )
         return terms
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:

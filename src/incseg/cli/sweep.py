@@ -1,0 +1,244 @@
+"""`incseg sweep`: methods × tasks × settings × seeds × anything, as a queue on disk that many workers share."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from incseg.cli.main import explain
+from incseg.cli.settings import lengthen, parse_run
+from incseg.engine.progress import figures_line
+from incseg.engine.queue import Job, Queue, State
+from incseg.engine.rundir import flatten
+from incseg.engine.workers import Workers
+from incseg.experiment import job_of
+from incseg.files import read_json
+from incseg.types import UserError
+
+HELP = "many runs (methods × tasks × settings × seeds) from a queue on disk; sweep status DIR tells how far they are"
+STATES: tuple[State, ...] = ("done", "running", "waiting", "failed")
+_IN_THE_NAME = ("data.name", "task", "setting", "method.name", "seed")
+_STYLES = {"done": "green", "running": "bold", "waiting": "dim", "failed": "red"}
+_DESCRIPTION = """Runs every combination of the values given, each in a folder of its own under --out.
+
+Any setting of incseg train takes several values, separated by commas: --method evidential,mib --task 15-5,15-1
+--setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. A value in brackets, a task of own groups
+(cat,dog/bird) and the name of a file stay whole. Steps that runs have in common are trained once (--reuse false
+trains them in every run).
+
+The same command, here or on a machine that shares the disk, adds workers; after an interruption it goes on. With
+--out alone it goes on with the runs that are in the folder. incseg sweep status DIR prints a table of them."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(explain(message, self))
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv[:1]) == ["status"]:
+        return _status(argv[1:])
+    args, jobs = plan(argv)
+    if args.list:
+        print("\n".join(job.name for job in jobs))
+        return 0
+    if args.print_slurm:
+        print(slurm_script(args, argv), end="")
+        return 0
+    queue = Queue(args.out)
+    queue.add(jobs)
+    if not queue.jobs():
+        raise UserError(f"{args.out} has no runs to go on with; name some, such as --method evidential,mib --task 6-2")
+    if args.retry:
+        queue.retry_failed()
+    try:
+        states = Workers(args.out, args.workers).work()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"{in_words(states)}; incseg sweep status {args.out} shows them")
+    if states["failed"]:
+        print("--retry starts the failed ones again", file=sys.stderr)
+    return 1 if states["failed"] else 0
+
+
+def plan(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Job]]:
+    """The command's own options, and the runs that the others describe; nothing is written."""
+    args, tokens = _parser().parse_known_args(argv)
+    given = dict(_values_of_flags(tokens))
+    blocks = [{**block, **given} for block in (_blocks_of_file(args.spec) if args.spec else [{}])]
+    return args, list(jobs_of(blocks)) if args.spec or given else []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="incseg sweep",
+        usage="incseg sweep --out DIR [--workers N] [--KEY VALUE[,VALUE…] …]\n       incseg sweep status DIR",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the runs and their queue")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument(
+        "--spec", metavar="FILE", help="YAML: settings, with a list where several values are tried; or a list of such"
+    )
+    parser.add_argument("--retry", action="store_true", help="start failed runs again")
+    parser.add_argument("--list", action="store_true", help="print the names of the runs and end")
+    parser.add_argument(
+        "--print-slurm", action="store_true", help="print a job script for SLURM, an array of --workers tasks, and end"
+    )
+    return parser
+
+
+def jobs_of(blocks: Sequence[dict[str, list[Any]]]) -> Iterator[Job]:
+    """Every combination of every block as a run, named by the usual settings and by whatever else differs."""
+    combinations = [
+        dict(zip(block, values, strict=True)) for block in blocks for values in itertools.product(*block.values())
+    ]
+    keys = dict.fromkeys(key for combination in combinations for key in combination)
+    telling = [
+        key for key in keys if key not in _IN_THE_NAME and len({_text(one.get(key)) for one in combinations}) > 1
+    ]
+    known: dict[str, Job] = {}
+    for combination in combinations:
+        tokens = [f"--{key}={_text(value)}" for key, value in combination.items()]
+        config = parse_run("incseg sweep", "", ["--reuse=true", *tokens])
+        config.out = None
+        suffixes = [f"{key.rpartition('.')[2]}-{_text(combination[key])}" for key in telling if key in combination]
+        name = "-".join([config.folder.name, *suffixes])
+        job = job_of(config, "".join(c if c.isalnum() or c in "-_." else "_" for c in name))
+        if job.name not in known:
+            known[job.name] = job
+            yield job
+        elif known[job.name] != job:
+            raise UserError(f"two different runs would be called {job.name}; give them different settings or folders")
+
+
+def _values_of_flags(tokens: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """`--key a,b` and `--key=a,b` as (key, [a, b])."""
+    rest = list(tokens)
+    while rest:
+        flag, equals, value = lengthen(rest.pop(0)).partition("=")
+        if not flag.startswith("--") or (not equals and not rest):
+            raise UserError(f"'{flag}' is no setting with a value; write --key value or --key value,value")
+        value = value if equals else rest.pop(0)
+        yield flag.removeprefix("--"), _split(flag.removeprefix("--"), value)
+
+
+def _split(key: str, value: str) -> list[Any]:
+    """At commas outside brackets; a task of own groups and the name of a file stay whole."""
+    if (key == "task" and "/" in value) or Path(value).exists():
+        return [value]
+    depth, parts = 0, [""]
+    for character in value:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _blocks_of_file(file: str) -> list[dict[str, list[Any]]]:
+    try:
+        read = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--spec {file} cannot be read ({error.strerror}); give a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--spec {file} is no valid YAML ({str(error).splitlines()[0]})") from error
+    blocks = read if isinstance(read, list) else [read]
+    if not blocks or not all(isinstance(block, dict) for block in blocks):
+        raise UserError(f"--spec {file} holds no settings; write lines such as 'method: [evidential, mib]'")
+    return [
+        {lengthen(f"--{key}").removeprefix("--"): value if isinstance(value, list) else [value] for key, value in pairs}
+        for pairs in (flatten(block).items() for block in blocks)
+    ]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def slurm_script(args: argparse.Namespace, argv: Sequence[str]) -> str:
+    """Every task of the array is one worker of the same queue."""
+    words = [word for word in argv if word != "--print-slurm"]
+    for position, word in enumerate(words):
+        if word.startswith("--workers"):
+            del words[position : position + (1 if "=" in word else 2)]
+            break
+    return f"""#!/bin/bash
+#SBATCH --job-name=incseg-{args.out.name}
+#SBATCH --array=1-{args.workers}
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --output=slurm-%A_%a.txt
+# Each task is a worker. Two minutes before its time is over it is told to stop: the run is saved, and the task queued
+# again. INCSEG_CACHE must name a folder that all nodes share, so that a base is trained once.
+srun incseg sweep {shlex.join(words)} --workers 1
+code=$?
+if [ "$code" -eq 130 ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"; fi
+exit "$code"
+"""
+
+
+def _status(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="incseg sweep status", description="How far the runs of a sweep are.", allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the sweep's --out")
+    queue = Queue(parser.parse_args(argv).folder)
+    jobs = queue.jobs()
+    if not jobs:
+        raise UserError(f"{queue.root} holds no sweep; incseg sweep --out {queue.root} … starts one")
+    states = {job.name: queue.state(job) for job in jobs}
+    table = Table(header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("how far", overflow="fold")
+    for job in jobs:
+        state = states[job.name]
+        table.add_row(Text(job.name), Text(state, style=_STYLES[state]), Text(how_far(queue, job, state)))
+    Console(highlight=False).print(table)
+    print(in_words(Counter(states.values())))
+    return 0
+
+
+def how_far(queue: Queue, job: Job, state: State) -> str:
+    """One line on a run: its figures, who works on it and where it is, what it waits for, or why it failed."""
+    run = queue.run(job.name)
+    if state == "done":
+        results = read_json(run.results)
+        return f"{figures_line(results['final'])}  in {timedelta(seconds=round(results['seconds']))}"
+    if state == "failed":
+        return queue.failure(job) or ""
+    done = len(run.steps_done())
+    steps = f"{done} of {len(read_json(run.protocol)['steps'])} steps" if run.protocol.exists() else "no step yet"
+    if state == "running":
+        last = _last_line(queue.log(job.name)) if queue.log(job.name).exists() else ""
+        return f"{steps}, {queue.worker(job)}" + (f"\n{last}" if last.startswith(("step ", "test ")) else "")
+    return steps if done else "for its turn or its base"
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_bytes()[-2000:].decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def in_words(states: Counter[State]) -> str:
+    runs = sum(states.values())
+    return f"{runs} run{'s' if runs != 1 else ''}: " + ", ".join(f"{states[s]} {s}" for s in STATES if states[s])
