@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, TypeVar
@@ -13,12 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from incseg.types import Inputs, UserError
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 _Made = TypeVar("_Made")
+_MEETING_SECONDS = 1800.0
 
 
 class Runtime:
@@ -35,7 +39,9 @@ class Runtime:
         self.precision = _pick_precision(precision, self.device)
         self._owns_group = False
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            store = dist.PrefixStore(*_meeting())
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
             self._owns_group = True
 
     @property
@@ -158,6 +164,33 @@ def started(device: str, precision: Precision, threads: int | None) -> Iterator[
         yield runtime
     finally:
         runtime.close()
+
+
+def _meeting() -> tuple[str, dist.Store]:
+    """A name that no earlier start of these processes had, the same in all of them, and the store it is meant for.
+
+    Where a process dies, torchrun starts all of them again, but its store goes on, and in it the addresses of those who
+    are gone: whoever reads one waits in vain. Its count of restarts is each node's own. So the first process gives the
+    name, and the others prove by a word of their own that they are of today.
+    """
+    store, rank, world = next(rendezvous("env://"))
+    word = uuid.uuid4().hex
+    store.set(f"here/{rank}", word)
+    if rank > 0:
+        name = store.get(f"name/{word}").decode()
+        store.set(f"{name}/{rank}", "")
+        return name, store
+    missing, deadline = set(range(1, world)), time.monotonic() + _MEETING_SECONDS
+    while missing:
+        for other in tuple(missing):
+            if store.check([f"{word}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"here/{other}"]):
+                store.set(f"name/{store.get(f'here/{other}').decode()}", word)
+        if time.monotonic() > deadline:
+            raise UserError(f"{len(missing)} of {world} processes have not come; see that all nodes were started")
+        time.sleep(0.02)
+    return word, store
 
 
 def _pick_device(name: str) -> torch.device:

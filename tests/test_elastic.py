@@ -1,0 +1,134 @@
+"""Processes that die: the group is restarted, goes on from the checkpoint, and ends as if nothing had happened.
+
+By torchrun's own agents (elastic launch with a c10d rendezvous over loopback, gloo), started by one process that forks
+them, so that torch is imported once for all the runs here.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import _Wrapped, assert_same_run, evaluated_again, quiet, rows_of, small_config
+from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from incseg.engine.rundir import RunDir
+from incseg.experiment import train
+
+BATCH = 8  # of which three processes get 3, 3 and 2 images
+TEST_IMAGES = 7
+RUNS: dict[str, tuple[int, int, int | None]] = {
+    "two": (1, 2, None),
+    "two-killed": (1, 2, 1),
+    "three": (1, 3, None),
+    "three-killed": (1, 3, 0),
+    "nodes-killed": (2, 1, 1),
+}
+"""Nodes, processes in each, and the rank that is killed once."""
+
+
+class Mortal(_Wrapped):
+    """Fine-tuning whose process, if it is the victim, kills itself once, in iteration 2 of step 1."""
+
+    def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
+        marker = os.environ.get("INCSEG_TEST_KILLED")
+        victim = os.environ["RANK"] == os.environ.get("INCSEG_TEST_VICTIM")
+        if marker and victim and (step, iteration) == (1, 2) and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return logits.sum() * 0
+
+
+def learn(out: str) -> None:
+    """One process of a run."""
+    torch.set_num_threads(1)
+    settings = {"batch_size": BATCH, "checkpoint_seconds": 0.0}
+    method = {"name": "test_elastic:Mortal"}
+    train(
+        small_config(Path(out), task="6-4", method=method, train=settings, data={"val_size": TEST_IMAGES}), quiet
+    )  # fmt: skip
+
+
+def agent(nodes: int, processes: int, out: str, port: int) -> None:
+    """What torchrun does on one node."""
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=processes,
+        run_id=Path(out).name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, learn)(out)
+
+
+def launch_all(folder: str) -> None:
+    for name, (nodes, processes, victim) in RUNS.items():
+        out = str(Path(folder) / name)
+        if victim is not None:
+            os.environ |= {"INCSEG_TEST_KILLED": f"{out}.killed", "INCSEG_TEST_VICTIM": str(victim)}
+        with socket.create_server(("localhost", 0)) as free:
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("fork")
+        agents = [context.Process(target=agent, args=(nodes, processes, out, port)) for _ in range(nodes)]
+        for one in agents:
+            one.start()
+        for one in agents:
+            one.join()
+        assert all(one.exitcode == 0 for one in agents), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("elastic")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import test_elastic; test_elastic.launch_all({str(folder)!r})"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(("killed", "whole"), [("two", "two"), ("three", "three"), ("nodes", "two")])
+def test_a_killed_process_costs_nothing(killed: str, whole: str, folder: Path) -> None:
+    """Bit for bit the models, states, counts and rows of the run that nobody disturbed, with as many processes."""
+    run = folder / f"{killed}-killed"
+    assert Path(f"{run}.killed").exists()
+    assert_same_run(folder / whole, run)
+    said = (run / "log.txt").read_text()
+    assert "going on after step 0" in said
+    assert said.count("step 0:") == 1
+
+
+@pytest.mark.parametrize("name", ["two", "three"])
+def test_every_test_image_counts_once(name: str, folder: Path) -> None:
+    """7 images shared by 2 or 3 processes: the row is that of one process, and no pixel is missing or counted twice."""
+    for step, row in enumerate(rows_of(folder / name)):
+        assert row["test_images"] == TEST_IMAGES
+        assert evaluated_again(folder / name, step) == row
+        counted = np.load(RunDir(folder / name).confusion(step)).sum()
+        assert counted == TEST_IMAGES * 48 * 48
+
+
+def test_the_processes_are_told_apart_in_the_environment(folder: Path) -> None:
+    kept: dict[str, Any] = {name: json.loads((folder / name / "environment.json").read_text()) for name in RUNS}
+    assert {name: about["processes"] for name, about in kept.items()} == {
+        name: nodes * processes for name, (nodes, processes, _) in RUNS.items()
+    }
