@@ -30,10 +30,9 @@ BATCH = 8  # of which three processes get 3, 3 and 2 images
 TEST_IMAGES = 7
 RUNS: dict[str, tuple[int, int, int | None]] = {
     "two": (1, 2, None),
-    "two-killed": (1, 2, 1),
     "three": (1, 3, None),
     "three-killed": (1, 3, 0),
-    "nodes-killed": (2, 1, 1),
+    "nodes-killed": (2, 1, 1),  # compared with "two", which has as many processes
 }
 """Nodes, processes in each, and the rank that is killed once."""
 
@@ -53,7 +52,7 @@ class Mortal(_Wrapped):
 def learn(out: str) -> None:
     """One process of a run."""
     torch.set_num_threads(1)
-    settings = {"batch_size": BATCH, "checkpoint_seconds": 0.0}
+    settings = {"batch_size": BATCH, "epochs": 1, "epochs_later": 2, "checkpoint_seconds": 0.0}
     method = {"name": "test_elastic:Mortal"}
     train(
         small_config(Path(out), task="6-4", method=method, train=settings, data={"val_size": TEST_IMAGES}), quiet
@@ -106,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("killed", "whole"), [("two", "two"), ("three", "three"), ("nodes", "two")])
+@pytest.mark.parametrize(("killed", "whole"), [("nodes", "two"), ("three", "three")])
 def test_a_killed_process_costs_nothing(killed: str, whole: str, folder: Path) -> None:
     """Bit for bit the models, states, counts and rows of the run that nobody disturbed, with as many processes."""
     run = folder / f"{killed}-killed"
