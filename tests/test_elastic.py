@@ -52,11 +52,9 @@ class Mortal(_Wrapped):
 def learn(out: str) -> None:
     """One process of a run."""
     torch.set_num_threads(1)
-    settings = {"batch_size": BATCH, "epochs": 1, "epochs_later": 2, "checkpoint_seconds": 0.0}
-    method = {"name": "test_elastic:Mortal"}
-    train(
-        small_config(Path(out), task="6-4", method=method, train=settings, data={"val_size": TEST_IMAGES}), quiet
-    )  # fmt: skip
+    settings = {"batch_size": BATCH, "epochs": 1, "epochs_later": 4, "checkpoint_seconds": 0.0}
+    data = {"train_size": 16, "val_size": TEST_IMAGES}
+    train(small_config(Path(out), task="6-4", method={"name": "test_elastic:Mortal"}, train=settings, data=data), quiet)
 
 
 def agent(nodes: int, processes: int, out: str, port: int) -> None:
@@ -96,7 +94,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elastic")
     done = subprocess.run(
         [sys.executable, "-c", f"import test_elastic; test_elastic.launch_all({str(folder)!r})"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "INCSEG_CACHE": str(folder / "cache"),
+        },
         capture_output=True,
         text=True,
         timeout=400,
@@ -116,14 +119,18 @@ def test_a_killed_process_costs_nothing(killed: str, whole: str, folder: Path) -
     assert said.count("step 0:") == 1
 
 
-@pytest.mark.parametrize("name", ["two", "three"])
-def test_every_test_image_counts_once(name: str, folder: Path) -> None:
-    """7 images shared by 2 or 3 processes: the row is that of one process, and no pixel is missing or counted twice."""
-    for step, row in enumerate(rows_of(folder / name)):
-        assert row["test_images"] == TEST_IMAGES
-        assert evaluated_again(folder / name, step) == row
-        counted = np.load(RunDir(folder / name).confusion(step)).sum()
-        assert counted == TEST_IMAGES * 48 * 48
+def test_every_test_image_counts_once(folder: Path) -> None:
+    """7 images shared by 2 and by 3 processes: each true pixel once, and the row is that of one process."""
+    for step in range(2):
+        of_two, of_three = (np.load(RunDir(folder / name).confusion(step)).sum(axis=1) for name in ("two", "three"))
+        np.testing.assert_array_equal(of_two, of_three)
+        for name in ("two", "three"):
+            row, again = rows_of(folder / name)[step], evaluated_again(folder / name, step)
+            ranked, ranked_again = (one.pop("unseen")["from_seen"] for one in (row, again))
+            assert row == again
+            assert row["test_images"] == TEST_IMAGES
+            # scores are binned, and batches of another size may round one into the next bin
+            assert ranked_again == (ranked and pytest.approx(ranked, rel=1e-3))
 
 
 def test_the_processes_are_told_apart_in_the_environment(folder: Path) -> None:

@@ -37,10 +37,10 @@ FIGURES = {"base": 1.0, "new": 2.0, "all": 3.0, "inc": 4.0}
 # train --config FILE --out DIR: tells when it began and ended, and does what its configuration says
 FAKE = """
 mkdir -p "$4/steps/0"; name=$(basename "$4"); config="$2"
-echo "began $name $$" >> "$4/../told"
+trap 'echo "saved $name" >> "$4/../told"; exit 130' TERM
+echo "began $name" >> "$4/../told"
 grep -q "fails: true" "$config" && { echo "error: no such thing; give another"; exit 2; }
 grep -q "dies: true" "$config" && kill -9 $$
-trap 'echo "saved $name" >> "$4/../told"; exit 130' TERM
 while [ -e "$4/../hold" ]; do sleep 0.05; done
 touch "$4/steps/0/row.json"
 while [ -e "$4/../hold-later" ]; do sleep 0.05; done
@@ -71,7 +71,7 @@ def workers(root: Path, number: int = 1) -> Workers:
 
 def told(root: Path) -> list[str]:
     file = root / "told"
-    return [" ".join(line.split()[:2]) for line in file.read_text().splitlines()] if file.exists() else []
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def until(what: Callable[[], bool]) -> None:
