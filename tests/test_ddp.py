@@ -59,7 +59,7 @@ dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=in
 assert main(["train", "--config", {write_config(config, tmp_path / "settings.yaml")!r}]) == 0
 sys.exit(main(["train", "--data", "voc", "--root", {str(tmp_path / "absent")!r}]))
 """
-    tests = str(Path(__file__).parent)
+    tests = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank)],
