@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from incseg.models.segmenter import ModelConfig
 from incseg.protocol import Step
 from incseg.types import Batch, Increment, Output, Prediction
 
+PYTHON_PATH = os.pathsep.join(filter(None, sys.path))
+"""For processes that a test starts: they see the package and the methods of tests that the test itself sees."""
 GROUPS = ("data", "model", "train", "eval")
 
 

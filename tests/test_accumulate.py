@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import quiet, rows_of, small_config
+from small_runs import PYTHON_PATH, quiet, rows_of, small_config
 from torch import Tensor, nn
 
 from incseg.engine.rundir import RunDir
@@ -137,7 +137,7 @@ def test_two_processes_of_two_micro_batches(tmp_path: Path, whole: dict[str, dic
     fork = f"import test_accumulate as t; t.torch.multiprocessing.start_processes(t.process, ({str(tmp_path)!r},), 2, "
     done = subprocess.run(
         [sys.executable, "-c", f"{fork} start_method='fork')"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

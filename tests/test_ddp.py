@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import PYTHON_PATH, evaluated_again, quiet, rows_of, small_config, write_config
 
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
@@ -59,11 +59,10 @@ dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=in
 assert main(["train", "--config", {write_config(config, tmp_path / "settings.yaml")!r}]) == 0
 sys.exit(main(["train", "--data", "voc", "--root", {str(tmp_path / "absent")!r}]))
 """
-    tests = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": tests},
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

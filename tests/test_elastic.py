@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import _Wrapped, assert_same_run, evaluated_again, quiet, rows_of, small_config
+from small_runs import PYTHON_PATH, _Wrapped, assert_same_run, evaluated_again, quiet, rows_of, small_config
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-c", f"import test_elastic; test_elastic.launch_all({str(folder)!r})"],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": PYTHON_PATH,
             "OMP_NUM_THREADS": "1",
             "INCSEG_CACHE": str(folder / "cache"),
         },

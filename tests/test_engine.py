@@ -21,7 +21,16 @@ import pytest
 import torch
 import yaml
 from safetensors import SafetensorError
-from small_runs import Interrupting, assert_same_run, evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import (
+    PYTHON_PATH,
+    Interrupting,
+    assert_same_run,
+    evaluated_again,
+    quiet,
+    rows_of,
+    small_config,
+    write_config,
+)
 
 import incseg.engine.trainer as trainer_module
 import incseg.files as files_module
@@ -172,7 +181,7 @@ def held_process(tmp_path: Path) -> Iterator[HeldProcess]:
     hold = tmp_path / "hold"
     with subprocess.Popen(
         [sys.executable, "-m", "incseg", *argv],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "INCSEG_TEST_HOLD": str(hold)},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "INCSEG_TEST_HOLD": str(hold)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

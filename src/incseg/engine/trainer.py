@@ -160,7 +160,7 @@ class Trainer:
             raise UserError(f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol")
         so_far = self.protocol.steps[: step.index + 1]
         kept = self.steps.find(so_far, self.feed.train_images)
-        if self.runtime.any(kept is None):
+        if self.steps.root is not None and self.runtime.any(kept is None):
             kept = None  # another run may keep the step while our processes look: all take it, or all train
         if kept is not None:
             self.reporter.say(
