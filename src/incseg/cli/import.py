@@ -87,8 +87,8 @@ def _where_faithful(num_classes: int) -> str:
     if margin == 0:
         return ""
     return (
-        f" wherever that says a class, or background by {margin:.2f} or more in log-odds; where background leads by less "
-        "and several classes compete, it may say the strongest of them"
+        f" wherever that says a class, or background by {margin:.2f} or more in log-odds; where background leads by "
+        "less and several classes compete, it may say the strongest of them"
     )
 
 
