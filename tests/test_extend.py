@@ -95,7 +95,7 @@ def without_ids(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("ids", "reused_from")}
 
 
-@pytest.mark.parametrize("method", ["evidential", "ewc", "sdr"])
+@pytest.mark.parametrize("method", ["evidential", "ewc"])
 def test_extending_is_the_next_step_of_a_run(method: str, mine: Path, tmp_path: Path) -> None:
     """Two steps in one run, or a run of the first and an extension: the same weights, bit by bit. The methods that
     remember something of step 0 find it beside the model."""
@@ -130,7 +130,8 @@ def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.Cap
     row = evaluated_again(out)
     assert row == rows_of(out)[1]
     assert row["iou"].keys() == {"background", "triangle", "disc", "star", "ring"}
-    assert main(["predict", str(out), str(mine / "images"), "--out", str(tmp_path / "seen"), "--threads", "1"]) == 0
+    image = str(min((mine / "images").iterdir()))
+    assert main(["predict", str(out), image, "--out", str(tmp_path / "seen"), "--threads", "1"]) == 0
     about = json.loads((tmp_path / "seen" / "predictions.json").read_text())
     assert {c["name"]: c["id"] for c in about["classes"]} == {
         "background": 0, "triangle": 3, "disc": 1, "star": 4, "ring": 5,

@@ -29,7 +29,7 @@ from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.models.torchvision import read_deeplab
 from incseg.types import Increment, UserError
 
-SIZE = 64
+SIZE = 48
 SOURCE = Shapes(seed=1, train_size=12, val_size=4, image_size=SIZE)
 CLASSES = ("disc", "square", "triangle", "ring")
 
@@ -336,3 +336,20 @@ def test_imported_models_train(checkpoint: Path) -> None:
     assert not torch.equal(one, two)
     one.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_imported_model_is_extended(checkpoint: Path, tmp_path: Path) -> None:
+    from incseg.data.export import export
+
+    export(SOURCE, tmp_path / "mine")
+    start, out = tmp_path / "start", tmp_path / "run"
+    assert main(["import", str(checkpoint), "--classes", ",".join(CLASSES), "--out", str(start)]) == 0
+    flags = ["--root", str(tmp_path / "mine"), "--classes", "star,cross", "--out", str(out), "--threads", "1"]
+    small = (
+        "--train.epochs 1 --train.batch_size 2 --train.crop 32 --eval.size 32 --train.workers 0 --eval.workers 0 "
+        "--data.train_limit 2 --data.val_limit 2"
+    )
+    assert main(["extend", str(start), *flags, *small.split()]) == 0
+    model = incseg.load(out)
+    assert model.classes == ("background", *CLASSES, "star", "cross")
+    assert model.model.config.head == "torchvision"
