@@ -183,6 +183,10 @@ class Setup:
         task: str | list[tuple[str, ...]] = config.task
         start = None
         if config.start is not None:
+            if config.data.presence is not None:
+                raise UserError(
+                    "data.presence counts classes as the dataset does, not as a model to begin with; leave it out"
+                )
             start = Start.open(config.start, method, config.method["name"])
             source = Extended(source, start.model.increments, config.task, start.colours)
             task = [source.known, source.new]
