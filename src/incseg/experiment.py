@@ -15,18 +15,21 @@ import numpy as np
 
 import incseg
 from incseg.data import build_source
+from incseg.data.extended import Extended
 from incseg.data.features import StoreUnwritable
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
 from incseg.data.presence import Presence, presence_of
 from incseg.data.source import Source, Split
 from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
 from incseg.engine.board import Board
+from incseg.engine.changes import tell_changes
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.progress import Reporter, Screen, Silent
 from incseg.engine.queue import Job
 from incseg.engine.rundir import RunDir, read_config
 from incseg.engine.runtime import Precision, Runtime, seed_everything, started
+from incseg.engine.start import Start
 from incseg.engine.steps import StepStore
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.files import cache_path, read_tensors, tensors_digest, write_json
@@ -36,6 +39,11 @@ from incseg.models.files import load_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter, build_segmenter
 from incseg.protocol import Protocol
 from incseg.types import UserError
+
+FEW_IMAGES = 10
+"""A new class with fewer training images is warned of."""
+_OF_THE_MACHINE = ("workers", "checkpoint_seconds")
+"""Settings of training that no other run should take over."""
 
 
 @dataclass
@@ -83,6 +91,8 @@ class RunConfig:
         setting: which images a step gets: overlapped, disjoint, pseudo-disjoint (ade20k) or joint.
         rules: label rules, mib or plop; printed under every table.
         order: class order of ade20k, a or b.
+        start: run folder or model file to begin with: what it knows is step 0, taken as learnt, and the task names the
+            classes of this dataset that come to it, joint for all others (incseg extend sets all this).
         seed: of everything random.
         out: run folder; empty for runs/ and a name made of the settings.
         device: cpu, cuda, cuda:N or auto.
@@ -102,6 +112,7 @@ class RunConfig:
     setting: str = "overlapped"
     rules: str = "plop"
     order: str = "a"
+    start: str | None = None
     seed: int = 42
     out: str | None = None
     device: str = "auto"
@@ -151,7 +162,11 @@ def open_source(config: DataConfig) -> Source:
 
 @dataclass
 class Setup:
-    """What training and evaluation share: data, protocol and which images belong where."""
+    """What training and evaluation share: data, protocol and which images belong where.
+
+    start:      the model that the run begins with, None where it begins from nothing.
+    new_images: with it, for each new class the training and test images that show it.
+    """
 
     source: Source
     protocol: Protocol
@@ -161,12 +176,24 @@ class Setup:
     summary: dict[str, Any]
     notes: list[str]
     test_split: Split = "val"
+    start: Start | None = None
+    new_images: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @staticmethod
     def of(config: RunConfig, method: Method, reporter: Reporter) -> Setup:
         source = open_source(config.data)
         setting = "joint" if method.single_step else config.setting
-        protocol = Protocol(source.info, config.task, setting, config.rules, config.order)
+        task: str | list[tuple[str, ...]] = config.task
+        start = None
+        if config.start is not None:
+            if config.data.presence is not None:
+                raise UserError(
+                    "data.presence counts classes as the dataset does, not as a model to begin with; leave it out"
+                )
+            start = Start.open(config.start, method, config.method["name"])
+            source = Extended(source, start.model.increments, config.task, start.colours)
+            task = [source.known, source.new]
+        protocol = Protocol(source.info, task, setting, config.rules, config.order)
         train = read_presence_of(source, "train", config.data.presence, reporter)
         held_out = _held_out(len(train.names), config.data.holdout)
         split, test_images = test_images_of(source, config.data)
@@ -175,6 +202,8 @@ class Setup:
             evenly([image for image in images if image not in held_out], config.data.train_limit)
             for images in protocol.train_images(train.classes)
         ]
+        if start is not None:
+            train_images[0] = ()
         counted = []
         for step in protocol.steps:
             allowed = set(protocol.test_images(step, test.classes))
@@ -190,7 +219,27 @@ class Setup:
         summary = protocol.as_dict()
         for row, images, flags in zip(summary["steps"], train_images, counted, strict=True):
             row |= {"train_images": len(images), "test_images": sum(flags)}
-        return Setup(source, protocol, train_images, test_images, counted, summary, notes, split)
+        setup = Setup(source, protocol, train_images, test_images, counted, summary, notes, split, start)
+        for name, i in zip(protocol.steps[-1].names, protocol.steps[-1].new, strict=True) if start else ():
+            setup.new_images[name] = (
+                sum(i in train.classes[image] for image in train_images[-1]),
+                sum(i in test.classes[image] for image in test_images),
+            )
+        return setup
+
+    def announce(self) -> list[str]:
+        """What the model knows before and what it is about to learn, with what the user should think of."""
+        assert self.start is not None
+        known = self.start.classes
+        lines = [f"{self.start.file} knows {len(known)} classes: {', '.join(known)}"]
+        counts = [f"{name} ({train} training, {test} test images)" for name, (train, test) in self.new_images.items()]
+        lines.append(f"new in {self.protocol.dataset.name}: {', '.join(counts)}")
+        for name, (train, _) in self.new_images.items():
+            if train == 0:
+                raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
+            if train < FEW_IMAGES:
+                lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
+        return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
 
     def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
@@ -304,7 +353,11 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
         setup = Setup.of(config, method, reporter)
         seed_everything(config.seed)
         said: list[str] = []
-        model = build_segmenter(config.model, method.background_output, said.append)
+        if setup.start is None:
+            model = build_segmenter(config.model, method.background_output, said.append)
+        else:
+            model = setup.start.network(config.model)
+            said += setup.announce()
         if runtime.is_main:
             folder.open(config.as_dict())
             folder.write_environment(runtime.describe())
@@ -338,13 +391,21 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
             "protocol": {key: value for key, value in protocol.as_dict().items() if key != "steps"},
             "palette": setup.source.palette[[0, *protocol.classes_in_order]].tolist(),
             "test_size": config.eval.size,
+            "train": {key: value for key, value in config.as_dict()["train"].items() if key not in _OF_THE_MACHINE},
         },
         title=f"{config.method['name']} on {protocol.dataset.name} {protocol.task}, {protocol.setting}, "
         f"seed {config.seed}",
         notes=setup.notes,
+        start=setup.start.as_step(method, config.method["name"], reporter.say) if setup.start else None,
     )
     with contextlib.closing(board):
-        return trainer.run()
+        results = trainer.run()
+    if setup.start is not None and runtime.is_main:
+        tell_changes(folder, protocol.steps[-1], feed, config.method, config.eval, runtime, reporter)
+        known = protocol.names_in_order
+        reporter.say(f"{folder.model(protocol.steps[-1].index)} knows {len(known)} classes: {', '.join(known)}")
+    runtime.barrier()
+    return results
 
 
 def _recipe(
@@ -356,7 +417,12 @@ def _recipe(
         "incseg": incseg.__version__,
         "seed": config.seed,
         "data": [setup.source.info.name, setup.source.fingerprint("train")],
-        "model": {key: value for key, value in settings["model"].items() if key != "weights"},
+        "model": {
+            key: value
+            for key, value in settings["model"].items()
+            # the head came later than steps that are kept
+            if key != "weights" and not (key == "head" and value is None)
+        },
         "initial": tensors_digest(model.state_dict()),
         "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
     }
@@ -423,6 +489,8 @@ def evaluate(
     done = run.steps_done()
     if not done:
         raise UserError(f"{folder} has no finished step yet; let incseg train go on")
+    if config.start is not None:
+        config.start = str(run.model(0))  # its own copy: the original may be gone
     index = done[-1] if step_index is None else step_index
     if index not in done:
         raise UserError(f"{folder} has no step {index}; its finished steps are 0 to {done[-1]}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from incseg.data.files import FileError, as_rgb, read_image
 from incseg.data.source import voc_palette
 from incseg.data.transforms import normalise
-from incseg.engine.rundir import RunDir
+from incseg.engine.rundir import model_file
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
@@ -194,7 +194,7 @@ def load(
     method:  for a model trained by a method from outside incseg, its package.module:Class once more: a model file
              alone never makes code be imported.
     """
-    file = _model_file(Path(path).expanduser(), step)
+    file = model_file(Path(path).expanduser(), step)
     runtime = Runtime(device, threads=threads)
     model, about = load_segmenter(file, runtime.device)
     if not model.increments:
@@ -202,7 +202,7 @@ def load(
     settings = about.get("method")
     if not (isinstance(settings, dict) and "name" in settings):
         raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
-    _require_trusted(file, settings["name"], method)
+    require_trusted(file, settings["name"], method)
     settings = _without_lost_options(settings)
     ids = (BACKGROUND, *(i for increment in model.increments for i in increment.ids))
     return Predictor(
@@ -223,7 +223,8 @@ def load(
     )
 
 
-def _require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
+def require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
+    """A model file alone never makes code be imported."""
     if name not in METHODS and name != named_by_user:
         raise UserError(
             f"model file '{file}' was trained by '{name}', which is not part of incseg and would be imported; "
@@ -278,29 +279,6 @@ def _read(path: Path) -> Image.Image:
                 "shrink or cut it; for a file you trust, raise PIL.Image.MAX_IMAGE_PIXELS in Python",
             ) from error
         raise
-
-
-def _model_file(path: Path, step: int | None) -> Path:
-    """The file that a path given by a person stands for."""
-    if not path.exists():
-        raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a .safetensors model file")
-    run = RunDir(path)
-    own = path / "model.safetensors"
-    if path.is_file() or own.is_file():
-        if step is not None:
-            raise UserError(f"step {step} was asked for, but '{path}' is one step already; give its run folder")
-        return path if path.is_file() else own
-    if not run.config.exists() and not (path / "steps").is_dir():
-        raise UserError(
-            f"'{path}' is no run folder: it has no config.yaml; give the folder that incseg train wrote, "
-            "one of its steps, or a .safetensors model file"
-        )
-    done = run.steps_done()
-    if not done:
-        raise UserError(f"'{path}' has no finished step yet; let incseg train go on")
-    if step is not None and step not in done:
-        raise UserError(f"'{path}' has no finished step {step}; choose from {done[0]} to {done[-1]}")
-    return run.model(done[-1] if step is None else step)
 
 
 def _palette(about: dict[str, Any], ids: Sequence[int]) -> np.ndarray:

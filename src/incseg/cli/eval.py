@@ -21,7 +21,7 @@ from incseg.methods import build_method
 from incseg.types import UserError
 
 HELP = "test a saved model again, with other inference options if given (--method.balancing odds)"
-PASS_UNKNOWN = True  # the method's own options are known only when the run is
+PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the run is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,10 @@ import incseg
 from incseg.names import unknown
 from incseg.types import UserError
 
-COMMANDS = ("train", "sweep", "eval", "compare", "report", "predict", "demo", "protocol", "data", "cache", "list")
+COMMANDS = (
+    "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "import", "protocol", "data", "cache",
+    "list",
+)  # fmt: skip
 """Each is a module of this package."""
 _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"
 
@@ -70,11 +73,11 @@ def _dispatch(arguments: list[str]) -> int:
         return command.main(rest)
     parser = _Parser(prog=f"incseg {name}", description=command.HELP, allow_abbrev=False)
     command.add_arguments(parser)
-    if getattr(command, "PASS_UNKNOWN", False):
+    if passed := getattr(command, "PASS_UNKNOWN", ()):
         args, unknown_tokens = parser.parse_known_args(rest)
         args.unknown = unknown_tokens
         for token in unknown_tokens:
-            if token.startswith("--") and not token.startswith("--method."):
+            if token.startswith("--") and not token.startswith(passed):
                 parser.error(f"unrecognized arguments: {token}")
     else:
         args = parser.parse_args(rest)

@@ -27,7 +27,7 @@ from incseg.report.draw import overlay, palette_image, uncertainty_image
 from incseg.types import UserError
 
 HELP = "segment images with a trained model: masks, uncertainty, overlays"
-PASS_UNKNOWN = True  # the method's own options are known only when the model is
+PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the model is
 
 _LONGEST_STEM = 180
 """In bytes: names of files have at most 255, and ours get longer."""

@@ -47,7 +47,17 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     parser.set_defaults(_flat({**preset_for(preset, method), "preset": preset}))
     if file is not None:
         _require_known_settings(parser, config, file)
-    values = _parse(parser, [*_as_tokens(config), *tokens])
+    return _run_config(_parse(parser, [*_as_tokens(config), *tokens]))
+
+
+def parse_extension(prog: str, defaults: dict[str, Any], tokens: Sequence[str]) -> RunConfig:
+    """The configuration that begins with `defaults`, nested as in config.yaml, and is changed by flags."""
+    parser = _parser(prog, "", defaults["method"]["name"])
+    parser.set_defaults(_flat(defaults))
+    return _run_config(_parse(parser, list(tokens)))
+
+
+def _run_config(values: dict[str, Any]) -> RunConfig:
     return RunConfig(
         **{key: value for key, value in values.items() if key not in (*_GROUPS, "method")},
         method=dict(values["method"]),

@@ -7,6 +7,7 @@ log.txt                 what was printed
 steps/K/model.safetensors, state.safetensors, confusion.npy, row.json (written last: the step is done)
 checkpoint.safetensors  the step under way
 results.json            the end: final figures, every step's row, rules, seconds
+changes.json            of a run that began with a model: what became of the classes it knew
 retests/NAME.json       a step tested again with other inference options (incseg eval --save)
 tensorboard/            where tensorboard is installed
 .lock                   which process works in it; held only as long as that process lives
@@ -76,6 +77,10 @@ class RunDir:
     @property
     def environment(self) -> Path:
         return self.root / "environment.json"
+
+    @property
+    def changes(self) -> Path:
+        return self.root / "changes.json"
 
     @property
     def retests(self) -> Path:
@@ -192,6 +197,29 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot write {file} ({error}); see that the run folder may be written") from error
         return file
+
+
+def model_file(path: Path, step: int | None = None) -> Path:
+    """The file that a path given by a person stands for."""
+    if not path.exists():
+        raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a .safetensors model file")
+    run = RunDir(path)
+    own = path / "model.safetensors"
+    if path.is_file() or own.is_file():
+        if step is not None:
+            raise UserError(f"step {step} was asked for, but '{path}' is one step already; give its run folder")
+        return path if path.is_file() else own
+    if not run.config.exists() and not (path / "steps").is_dir():
+        raise UserError(
+            f"'{path}' is no run folder: it has no config.yaml; give the folder that incseg train wrote, "
+            "one of its steps, or a .safetensors model file"
+        )
+    done = run.steps_done()
+    if not done:
+        raise UserError(f"'{path}' has no finished step yet; let incseg train go on")
+    if step is not None and step not in done:
+        raise UserError(f"'{path}' has no finished step {step}; choose from {done[0]} to {done[-1]}")
+    return run.model(done[-1] if step is None else step)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from incseg.engine.evaluator import Evaluator
 from incseg.engine.progress import Reporter
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
-from incseg.engine.steps import StepStore
+from incseg.engine.steps import Kept, StepStore
 from incseg.files import read_tensors, write_array, write_json, write_tensors
 from incseg.methods.base import Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
@@ -131,6 +131,8 @@ class Trainer:
     title: str = ""
     notes: Sequence[str] = ()
     """What is printed above and below the table of steps."""
+    start: Kept | None = None
+    """Step 0, where it was learnt elsewhere."""
 
     def run(self) -> dict[str, Any]:
         """Learn the steps that are not done yet; returns what results.json holds."""
@@ -156,18 +158,24 @@ class Trainer:
     def _learn(self, step: Step) -> dict[str, Any]:
         seed_everything(self.seed, step.index)
         images = self.feed.train_images[step.index]
-        if not images:
-            raise UserError(f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol")
         so_far = self.protocol.steps[: step.index + 1]
-        kept = self.steps.find(so_far, self.feed.train_images)
-        if self.steps.root is not None and self.runtime.any(kept is None):
-            kept = None  # another run may keep the step while our processes look: all take it, or all train
+        kept = self.start if step.index == 0 else None
+        if kept is None:
+            if not images:
+                raise UserError(
+                    f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol"
+                )
+            kept = self.steps.find(so_far, self.feed.train_images)
+            if self.steps.root is not None and self.runtime.any(kept is None):
+                kept = None  # another run may keep the step while our processes look: all take it, or all train
+            if kept is not None:
+                self.reporter.say(
+                    f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there"
+                )
         if kept is not None:
-            self.reporter.say(
-                f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there"
-            )
             self.model, progress = kept.model.to(self.runtime.device), kept.progress
-            self._load_state(kept.state)
+            if kept.state:
+                self._load_state(kept.state)
         else:
             progress = self._train(step)
         evaluated = time.monotonic()

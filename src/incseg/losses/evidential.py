@@ -192,6 +192,29 @@ def distill_uncertainty(student: Dirichlet, teacher: Dirichlet) -> Tensor:
     return -(u * student.log_uncertainty + certainty * student.log_certainty)
 
 
+def deciding_evidence(size: int) -> float:
+    """The evidence e of one class, the others having none, at which it and background are equally probable.
+
+    p_i = u where e·(1 + e) = K·(e + K); 1 for K = 1, towards 1.618·K for many classes.
+    """
+    return ((size - 1) + math.sqrt((size - 1) ** 2 + 4 * size**2)) / 2
+
+
+def deciding_score(size: int, rectifier: Rectifier = "exp_sigmoid") -> float:
+    """The raw score whose evidence is `deciding_evidence`, for rectifiers that grow with the exponential of the score.
+
+    Scores d_i relative to background, moved up by it, are decided almost as softmax decides them, by d > 0. Where the
+    largest d_i is above 0 the decision is the same, whatever the other classes say: their evidence speaks for
+    foreground too. Where it is below 0 background is kept if the others are weak, and in any case if it is lower than
+    0 by ln(deciding_evidence / K), which is 0 for K = 1 and less than 0.482 for any K: then e_i < K, and
+    Σe·(1 + e_i) > K·(Σe + K) cannot hold. Softmax differs only between the two, where several classes compete.
+    """
+    require_known("rectifier that grows exponentially", rectifier, ("exp_sigmoid", "exp"))
+    e = deciding_evidence(size)
+    # exp_sigmoid: with x = exp(z), e = x² / (1 + x)
+    return math.log(e) if rectifier == "exp" else math.log((e + math.sqrt(e * e + 4 * e)) / 2)
+
+
 def foreground_background_weights(
     num_background: Tensor, num_foreground: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:

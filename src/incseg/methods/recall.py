@@ -79,8 +79,13 @@ class Recall(Method):
         if teacher is None:
             self._helpers = {}
             return self._replay.begin_step(context)
-        if context.step.index == 1:
+        if len(teacher.increments) == 1:
             self._helpers[0] = decoder_tensors(teacher)
+        if len(self._helpers) < len(teacher.increments):
+            raise UserError(
+                "recall replays with a decoder kept from each step, and those of this model are not there; give it "
+                "with the state.safetensors of its run beside it, or leave out --method.replay and .generator"
+            )
         helpers = [
             build_helper(teacher, increment, self._helpers[number])
             for number, increment in enumerate(teacher.increments)
@@ -108,7 +113,7 @@ class Recall(Method):
     def end_step(self, context: StepContext) -> None:
         if self._replay is not None and context.step.index > 0:
             helper = fit_helper(context, self.config.helper_epochs, self.config.helper_lr)
-            self._helpers[context.step.index] = decoder_tensors(helper)
+            self._helpers[len(context.model.increments) - 1] = decoder_tensors(helper)
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)

@@ -97,7 +97,7 @@ class Replay:
         self._pool, self._order = [], []
         self._drawn = torch.zeros((), dtype=torch.int64)
         self._context, self._seed = context, torch.initial_seed()
-        old = context.model.increments[: context.step.index]
+        old = context.model.increments[:-1]
         self._source.require([name for increment in old for name in increment.classes])
         if context.step.index == 0:
             self._source.require(context.step.names if context.step.future else ())

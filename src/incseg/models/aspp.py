@@ -1,4 +1,4 @@
-"""The DeepLabv3 head of the field: atrous spatial pyramid pooling, as MiB and its successors wire it."""
+"""DeepLabv3's head, atrous spatial pyramid pooling: as MiB and its successors wire it, and as torchvision does."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ class ASPP(nn.Module):
 
     def __init__(self, inputs: int, width: int, dilations: tuple[int, int, int], norm: NormKind):
         super().__init__()
-        if width < 1:
-            raise UserError(f"the head's width is {width}; it must be at least 1")
-        if len(dilations) != 3 or min(dilations) < 1:
-            raise UserError(f"the head's dilations are {list(dilations)}; give three numbers of at least 1")
+        _check(width, dilations)
         self.branches = nn.ModuleList([nn.Conv2d(inputs, width, 1, bias=False)])
         self.branches.extend(nn.Conv2d(inputs, width, 3, padding=rate, dilation=rate, bias=False) for rate in dilations)
         self.branch_norm = make_norm(norm, width * len(self.branches))
@@ -48,16 +45,61 @@ class ASPP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, h, w) → (B, width, h, w)."""
-        if x.shape[0] == 1 and isinstance(self.pool_norm, nn.BatchNorm2d) and self.pool_norm.training:
-            raise UserError(
-                "batch norm cannot train on a batch of one image: the pooled branch has one value each; "
-                "use a batch of two or more, or norm 'group'"
-            )
+        _require_two_images(x, self.pool_norm)
         out = torch.cat([branch(x) for branch in self.branches], dim=1)
         out = self.mix(activate(self.branch_norm(out)))
         pooled = self.pool_conv(x.mean(dim=(2, 3), keepdim=True))
         pooled = self.pool_mix(activate(self.pool_norm(pooled)))
         return activate(self.norm(out + pooled))
+
+
+class TorchvisionHead(nn.Module):
+    """torchvision's DeepLabv3 head up to its last convolution: every branch with a norm and ReLU of its own, the
+    image's mean as a fifth branch, dropout, and a 3×3 convolution behind.
+
+    mean → 1×1 ┐
+    [branches] ┴ each norm, ReLU → concat → 1×1, norm, ReLU, dropout → 3×3, norm, ReLU.  No convolution has a bias.
+    """
+
+    DROPOUT = 0.5
+
+    def __init__(self, inputs: int, width: int, dilations: tuple[int, int, int], norm: NormKind):
+        super().__init__()
+        _check(width, dilations)
+        branches = [nn.Conv2d(inputs, width, 1, bias=False)]
+        branches += (nn.Conv2d(inputs, width, 3, padding=rate, dilation=rate, bias=False) for rate in dilations)
+        self.branches = nn.ModuleList(nn.Sequential(conv, make_norm(norm, width)) for conv in branches)
+        self.pool = nn.Sequential(nn.Conv2d(inputs, width, 1, bias=False), make_norm(norm, width))
+        self.mix = nn.Conv2d(width * 5, width, 1, bias=False)
+        self.mix_norm = make_norm(norm, width)
+        self.last = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.last_norm = make_norm(norm, width)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, h, w) → (B, width, h, w)."""
+        _require_two_images(x, self.pool[1])
+        pooled = F.relu(self.pool(x.mean(dim=(2, 3), keepdim=True))).expand(-1, -1, *x.shape[-2:])
+        out = torch.cat([*(F.relu(branch(x)) for branch in self.branches), pooled], dim=1)
+        out = F.dropout(F.relu(self.mix_norm(self.mix(out))), self.DROPOUT, self.training)
+        return F.relu(self.last_norm(self.last(out)))
+
+
+def _check(width: int, dilations: tuple[int, int, int]) -> None:
+    if width < 1:
+        raise UserError(f"the head's width is {width}; it must be at least 1")
+    if len(dilations) != 3 or min(dilations) < 1:
+        raise UserError(f"the head's dilations are {list(dilations)}; give three numbers of at least 1")
+
+
+def _require_two_images(x: Tensor, pool_norm: nn.Module) -> None:
+    if x.shape[0] == 1 and isinstance(pool_norm, nn.BatchNorm2d) and pool_norm.training:
+        raise UserError(
+            "batch norm cannot train on a batch of one image: the pooled branch has one value each; "
+            "use a batch of two or more, or norm 'group'"
+        )
 
 
 class Neck(nn.Module):

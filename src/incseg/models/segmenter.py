@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.models.aspp import ASPP, Neck, default_dilations
+from incseg.models.aspp import ASPP, Neck, TorchvisionHead, default_dilations
 from incseg.models.backbones import build_backbone
 from incseg.models.weights import load_weights
 from incseg.types import Increment, Inputs, Output, UserError
@@ -38,6 +38,8 @@ class ModelConfig:
             change, its affine parameters train; the head, which has no statistics to keep, uses batch); or
             frozen-group (the same backbone, group in the head: no statistics of batches anywhere).
         freeze_backbone: Train the head only; neither parameters nor statistics of the backbone change.
+        head: Empty for the field's (MiB's); torchvision for that of its DeepLabv3, which has one layer more
+            (incseg import makes such models).
     """
 
     backbone: str = "resnet101"
@@ -48,6 +50,7 @@ class ModelConfig:
     dilations: tuple[int, int, int] | None = None
     norm: Literal["batch", "group", "frozen", "frozen-group"] = "batch"
     freeze_backbone: bool = False
+    head: Literal["torchvision"] | None = None
 
 
 class Segmenter(nn.Module):
@@ -67,7 +70,8 @@ class Segmenter(nn.Module):
         head_norm: Literal["batch", "group"] = "group" if config.norm in ("group", "frozen-group") else "batch"
         channels = [self.backbone.channels[stage] for stage in self._stages_read()]
         self.neck = Neck(channels, config.width, head_norm) if config.stages else None
-        self.aspp = ASPP(config.width if config.stages else channels[0], config.width, dilations, head_norm)
+        head = ASPP if config.head is None else TorchvisionHead
+        self.aspp = head(config.width if config.stages else channels[0], config.width, dilations, head_norm)
         self.classifiers = nn.ModuleList()
         self.backbone.requires_grad_(not config.freeze_backbone)
         self.train()

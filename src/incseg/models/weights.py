@@ -42,7 +42,7 @@ class WeightReport:
             ("in the file but not in the backbone", self.unexpected),
         ):
             if names:
-                parts.append(f"{len(names)} {what} ({_first(names)})")
+                parts.append(f"{len(names)} {what} ({first_few(names)})")
         return "; ".join(parts)
 
 
@@ -128,8 +128,8 @@ def _refuse_if_wrong(report: WeightReport, wanted: Mapping[str, Tensor], given: 
     if len(report.matched) < MIN_MATCHED * len(wanted):
         raise UserError(
             f"weights '{report.source}' are not of {report.backbone}: only {len(report.matched)} of "
-            f"{len(wanted)} tensors match in name and shape; the file has {_first(given)}; "
-            f"the backbone wants {_first(wanted)}"
+            f"{len(wanted)} tensors match in name and shape; the file has {first_few(given)}; "
+            f"the backbone wants {first_few(wanted)}"
         )
     if any(name.endswith("running_mean") for name in report.unexpected):
         # Names and shapes of affine parameters agree, yet the values mean something else.
@@ -139,10 +139,11 @@ def _refuse_if_wrong(report: WeightReport, wanted: Mapping[str, Tensor], given: 
         )
     broken = [name for name in report.matched if not torch.isfinite(given[name]).all()]
     if broken:
-        raise UserError(f"weights '{report.source}' hold NaN or infinity in {_first(broken)}; use another file")
+        raise UserError(f"weights '{report.source}' hold NaN or infinity in {first_few(broken)}; use another file")
 
 
-def _first(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str]) -> str:
+    """The first names of a list, for a message."""
     names = list(names)
     return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 

@@ -1,0 +1,105 @@
+"""`incseg import`: a plain DeepLabv3 checkpoint as a model that incseg can extend."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+import incseg
+from incseg.data.folder import read_classes
+from incseg.data.source import voc_palette
+from incseg.engine.trainer import TrainConfig
+from incseg.losses.evidential import deciding_evidence
+from incseg.methods import METHODS
+from incseg.methods.base import CROSS_ENTROPY
+from incseg.methods.evidential import Evidential
+from incseg.models.files import save_segmenter
+from incseg.models.relative import evidential_from_softmax
+from incseg.models.torchvision import read_deeplab
+from incseg.names import require_known
+from incseg.types import UserError
+
+HELP = "make a model of a DeepLabv3 checkpoint in torchvision's naming, to be extended"
+# torchvision tests at shorter side 520 and trains on crops of 480; rate and epochs are the paper's for later steps.
+_SIZE = 520
+_TRAIN = TrainConfig(epochs=30, batch_size=8, lr_later=0.001, crop=480, frozen_later="statistics")
+_ALLOWED = [name for name, kind in METHODS.items() if kind is Evidential or kind.first_step == CROSS_ENTROPY]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="state dict of deeplabv3_resnet50 or 101, .pth or .safetensors",
+    )
+    parser.add_argument(
+        "--classes", required=True, metavar="FILE_OR_LIST",
+        help='names in the order of the outputs, background left out or first: one a line, or "cat,dog"',
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write model.safetensors to")
+    parser.add_argument(
+        "--size", type=int, default=_SIZE, metavar="N",
+        help=f"shorter side of images in prediction; 0 as they are (default: {_SIZE})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--method", default="evidential", metavar="NAME",
+        help="that will extend it (default: evidential); a softmax method keeps the background output",
+    )  # fmt: skip
+    parser.epilog = (
+        "Evidential models have no background output: class scores become those relative to background, and one shift "
+        "of all biases makes their decisions the checkpoint's."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    require_known("method for an imported model", args.method, _ALLOWED)
+    if args.size < 0:
+        raise UserError(f"--size is {args.size}; give the shorter side in pixels, or 0 for images as they are")
+    model = read_deeplab(args.checkpoint, _names(args.classes))
+    faithful = "it decides as the checkpoint"
+    if args.method == "evidential":
+        model = evidential_from_softmax(model, Evidential.Config().rectifier)
+        faithful += _where_faithful(model.num_classes)
+    about = {
+        "incseg": incseg.__version__,
+        "method": {"name": args.method},
+        "palette": voc_palette()[: model.num_classes + 1].tolist(),
+        "test_size": args.size,
+        "train": {**dataclasses.asdict(_TRAIN), "crop": min(_TRAIN.crop, args.size or _TRAIN.crop)},
+    }
+    file = args.out / "model.safetensors"
+    try:
+        save_segmenter(file, model, about)
+    except OSError as error:
+        raise UserError(f"cannot write {file} ({error}); choose another --out") from error
+    known = [name for increment in model.increments for name in increment.classes]
+    print(f"{file}: {model.config.backbone}, {len(known)} classes: {', '.join(known)}")
+    print(faithful)
+    return 0
+
+
+def _where_faithful(num_classes: int) -> str:
+    """See `deciding_score`."""
+    margin = math.log(deciding_evidence(num_classes) / num_classes)
+    if margin == 0:
+        return ""
+    return (
+        f" wherever that says a class, or background by {margin:.2f} or more in log-odds; where background leads by "
+        "less and several classes compete, it may say the strongest of them"
+    )
+
+
+def _names(given: str) -> tuple[str, ...]:
+    """Class names from a file or a list, without background."""
+    if Path(given).is_file():
+        names = read_classes(given)
+    else:
+        names = tuple(name.strip() for name in given.split(",") if name.strip())
+    if names and names[0].strip("_").lower() == "background":
+        names = names[1:]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"--classes names '{twice[0]}' twice; give each class its own name")
+    return names

@@ -1,0 +1,121 @@
+"""A dataset as a model sees it that knows classes already: the model's ids first, then those of the new classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from PIL import Image
+
+from incseg.data.source import Source, Split, voc_palette
+from incseg.names import require_known
+from incseg.protocol.tasks import JOINT
+from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, Increment, UserError
+
+
+class Extended(Source):
+    """The images of `inner` with masks in the ids of a model that is to learn some of its classes.
+
+    The model's classes keep their ids; the new ones take those behind the largest, other classes of `inner` those
+    behind. A class that both have, by the same name up to case, blanks, - and _, has the model's id in the masks: so
+    it can be tested.
+
+    known:   what the model has learnt.
+    task:    the new classes, "helmet,vest", or "joint" for all that the model does not know.
+    colours: (N+1, 3) of background and the known classes.
+    """
+
+    def __init__(self, inner: Source, known: Sequence[Increment], task: str, colours: np.ndarray) -> None:
+        self.inner = inner
+        names = {i: name for increment in known for i, name in zip(increment.ids, increment.classes, strict=True)}
+        self.known = tuple(names.values())
+        self.new = _new_classes(task, inner.info, self.known)
+        similar = {folded(name): i for i, name in names.items()}
+        self.notes = [
+            *inner.notes,
+            *(
+                f"warning: the new class '{name}' is called nearly like the known '{names[similar[folded(name)]]}'; "
+                "the model will tell two classes"
+                for name in self.new
+                if folded(name) in similar
+            ),
+        ]
+        others = [name for name in inner.info.classes if name not in self.new and folded(name) not in similar]
+        first, known_ids = max(names) + 1, [*names]
+        names |= dict(enumerate([*self.new, *others], start=first))
+        if max(names) > MAX_CLASSES:
+            raise UserError(
+                f"the ids of {inner.info.name} behind the model's would go up to {max(names)}, and {MAX_CLASSES} is "
+                "the most; leave classes out of classes.txt"
+            )
+        id_of = {name: i for i, name in names.items()}
+        self._table = np.full(256, IGNORE, dtype=np.uint8)
+        self._table[BACKGROUND] = BACKGROUND
+        for number, name in enumerate(inner.info.classes, start=1):
+            self._table[number] = id_of[name] if name in id_of else similar[folded(name)]
+            if name not in id_of:
+                self.notes.append(f"'{name}' in the masks is tested as the known class '{names[self._table[number]]}'")
+        listed = tuple(names.get(i, f"(id {i}, not used)") for i in range(1, max(names) + 1))
+        self.info = DatasetInfo(inner.info.name, listed, inner.info.has_background)
+        self._palette = _palette([BACKGROUND, *known_ids], colours, range(first, max(names) + 1))
+
+    @property
+    def palette(self) -> np.ndarray:
+        return self._palette
+
+    def names(self, split: Split) -> Sequence[str]:
+        return self.inner.names(split)
+
+    def image(self, split: Split, index: int) -> Image.Image:
+        return self.inner.image(split, index)
+
+    def mask(self, split: Split, index: int) -> np.ndarray:
+        return self._table[self.inner.mask(split, index)]
+
+    def fingerprint(self, split: Split) -> str:
+        return hashlib.sha256(self.inner.fingerprint(split).encode() + self._table.tobytes()).hexdigest()
+
+    def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
+        presence = self.inner.known_presence(split)
+        if presence is None:
+            return None
+        return [tuple(sorted({int(self._table[i]) for i in ids})) for ids in presence]
+
+    def default_workers(self, processes: int) -> int:
+        return self.inner.default_workers(processes)
+
+
+def folded(name: str) -> str:
+    """What two names have in common that differ only in case, blanks, - and _."""
+    return "".join(c for c in name.casefold() if not c.isspace() and c not in "-_")
+
+
+def _new_classes(task: str, dataset: DatasetInfo, known: Collection[str]) -> tuple[str, ...]:
+    if task == JOINT:
+        similar = {folded(name) for name in known}
+        names = [name for name in dataset.classes if folded(name) not in similar]
+        if not names:
+            raise UserError(f"the model knows all classes of {dataset.name} already ({', '.join(dataset.classes)})")
+        return tuple(names)
+    names = [task] if task in dataset.classes else [name.strip() for name in task.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"no class was named; choose from {', '.join(dataset.classes)}")
+    for name in names:
+        require_known("class", name, dataset.classes)
+        if name in known:
+            raise UserError(
+                f"the model knows a class '{name}' already, and a class is learnt once; leave it out, or, if it is "
+                "another thing, give it another name in classes.txt or a file for --data.classes_file"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def _palette(known_ids: Sequence[int], colours: np.ndarray, added: Sequence[int]) -> np.ndarray:
+    """(256, 3): the model's own colours, and for added ids those of VOC that it does not use."""
+    palette = voc_palette()
+    taken = {tuple(colour) for colour in colours.tolist()}
+    free = [colour for colour in palette.tolist() if tuple(colour) not in taken]
+    palette[known_ids] = colours
+    palette[added] = free[: len(added)]
+    return palette

@@ -1,0 +1,101 @@
+"""The model that a run begins with, instead of nothing: what it knows is step 0, taken as learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from incseg.data.source import voc_palette
+from incseg.engine.checkpoint import Progress
+from incseg.engine.rundir import model_file
+from incseg.engine.steps import Kept
+from incseg.files import read_tensors
+from incseg.methods.base import CROSS_ENTROPY, Method
+from incseg.methods.dkd import DKD
+from incseg.methods.evidential import Evidential
+from incseg.models.files import load_segmenter
+from incseg.models.relative import evidential_from_softmax
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.types import BACKGROUND, UserError
+
+
+@dataclass
+class Start:
+    """A model ready to be extended by a method.
+
+    about: what its file tells of its origin.
+    """
+
+    file: Path
+    model: Segmenter
+    about: dict[str, Any]
+
+    @staticmethod
+    def open(path: str, method: Method, method_name: str) -> Start:
+        """Read a model and see that the method can go on with it; from softmax to evidential it is converted."""
+        file = model_file(Path(path).expanduser())
+        model, about = load_segmenter(file)
+        trained_by = str((about.get("method") or {}).get("name"))
+        if not model.increments:
+            raise UserError(f"model file '{file}' has learnt no class yet; give the model of a finished step")
+        if method.single_step:
+            raise UserError(f"method '{method_name}' learns all classes at once; add some with evidential, mib or plop")
+        if isinstance(method, DKD) != (trained_by == "dkd"):  # its first output is no background score
+            raise UserError(f"the model '{file}' is of {trained_by}; dkd goes on with models of dkd, and they with dkd")
+        if method.background_output and not model.background_output:
+            raise UserError(
+                f"method '{method_name}' needs a background output, and the model '{file}' has none; use {trained_by}"
+            )
+        if model.background_output and not method.background_output:
+            if not isinstance(method, Evidential):
+                raise UserError(
+                    f"method '{method_name}' has no use for the background output of the model '{file}'; use "
+                    f"evidential, for which it is converted, or {trained_by}"
+                )
+            model = evidential_from_softmax(model, method.config.rectifier)
+        return Start(file, model, about)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(name for increment in self.model.increments for name in increment.classes)
+
+    @property
+    def colours(self) -> np.ndarray:
+        """(N+1, 3) of background and the classes; Pascal VOC's where the file has none."""
+        ids = [BACKGROUND, *(i for increment in self.model.increments for i in increment.ids)]
+        kept = np.array(self.about.get("palette", []), dtype=np.uint8)[: len(ids)]
+        return kept if kept.shape == (len(ids), 3) else voc_palette()[ids]
+
+    def network(self, config: ModelConfig) -> Segmenter:
+        """The model; `config` must be its own, but for the backbone, which may be frozen or not from now on."""
+        own = self.model.config
+        for field in dataclasses.fields(ModelConfig):
+            asked, there = (_comparable(getattr(c, field.name)) for c in (config, own))
+            if asked != there and field.name not in ("weights", "freeze_backbone"):
+                raise UserError(
+                    f"model.{field.name} is {asked}, but the model '{self.file}' has {there}; leave it out: only "
+                    "model.freeze_backbone may differ"
+                )
+        own.freeze_backbone = config.freeze_backbone
+        self.model.backbone.requires_grad_(not config.freeze_backbone)
+        return self.model
+
+    def as_step(self, method: Method, method_name: str, say: Callable[[str], None]) -> Kept:
+        """Step 0 as the trainer takes it, with what its method remembered, where that lies beside the model."""
+        beside = self.file.with_name("state.safetensors")
+        state: dict[str, Tensor] = {}
+        if beside.is_file() and (self.about.get("method") or {}).get("name") == method_name:
+            state, _ = read_tensors(beside)
+        elif method.first_step not in (None, CROSS_ENTROPY) and type(method).state is not Method.state:
+            say(f"note: what {method_name} remembers of old classes is not beside the model; it begins without")
+        return Kept(self.model, state, Progress(), str(self.file))
+
+
+def _comparable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,349 @@
+"""A model that incseg made learns classes of a folder, by the same engine, without the data it learnt from."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from small_runs import Interrupting, assert_same_run, evaluated_again, quiet, rows_of, small_config
+
+import incseg
+from incseg.cli import main
+from incseg.cli.extend import add_arguments, extension
+from incseg.data.export import export
+from incseg.data.extended import Extended
+from incseg.data.folder import Folder
+from incseg.data.shapes import Shapes
+from incseg.engine.changes import compare_models, describe
+from incseg.engine.progress import Screen, Silent
+from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import Runtime
+from incseg.experiment import RunConfig, train
+from incseg.files import cache_path, read_tensors, write_json
+from incseg.methods.finetune import Finetune
+from incseg.models.files import load_segmenter, save_segmenter
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.types import Increment, UserError
+
+OLD = ("triangle", "disc")  # not in the order of the dataset, whose ids they keep: 3 and 1
+HERE = ("--train.workers", "0", "--eval.workers", "0")
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of one's own: 28 scenes for training, 6 for the test, ten classes."""
+    root = tmp_path_factory.mktemp("mine")
+    export(Shapes(seed=5, train_size=28, val_size=6, image_size=48), root)
+    return root
+
+
+def first_run(mine: Path, out: Path, task: str, method: str, **changes: Any) -> Path:
+    data = {"name": "folder", "root": str(mine)}
+    config = small_config(out, task=task, method={"name": method}, data=data, **changes)
+    train(config, quiet)
+    return out
+
+
+@pytest.fixture(scope="module")
+def first(mine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learnt two classes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INCSEG_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return first_run(mine, tmp_path_factory.mktemp("runs") / "first", ",".join(OLD), "evidential")
+
+
+def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> RunConfig:
+    """What the command line makes of flags."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    named = [] if classes is None else ["--classes", classes]
+    tokens = [
+        str(model),
+        "--root",
+        str(mine),
+        *named,
+        "--out",
+        str(out),
+        "--seed",
+        "3",
+        "--threads",
+        "1",
+        *HERE,
+        *flags,
+    ]
+    args, args_unknown = parser.parse_known_args(tokens)
+    args.unknown = args_unknown
+    return extension(args)
+
+
+def extended(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> str:
+    """Run the extension; returns what it said."""
+    heard = io.StringIO()
+    train(config_of(model, mine, out, classes, *flags), lambda: Screen(Console(file=heard, width=2000)))
+    return heard.getvalue()
+
+
+def without_ids(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("ids", "reused_from")}
+
+
+@pytest.mark.parametrize("method", ["evidential", "ewc"])
+def test_extending_is_the_next_step_of_a_run(method: str, mine: Path, tmp_path: Path) -> None:
+    """Two steps in one run, or a run of the first and an extension: the same weights, bit by bit. The methods that
+    remember something of step 0 find it beside the model."""
+    first_run(mine, tmp_path / "whole", "triangle,disc/star,ring", method, train={"epochs": 1})
+    start = first_run(mine, tmp_path / "start", "triangle,disc", method, train={"epochs": 1})
+    extended(start, mine, tmp_path / "more")
+    mine_, theirs = (RunDir(tmp_path / name) for name in ("more", "whole"))
+    for step in (0, 1):
+        ours, _ = load_segmenter(mine_.model(step))
+        for name, tensor in load_segmenter(theirs.model(step))[0].state_dict().items():
+            assert torch.equal(tensor, ours.state_dict()[name]), f"step {step}, {name}"
+        assert read_tensors(mine_.state(step))[0].keys() == read_tensors(theirs.state(step))[0].keys()
+    assert without_ids(rows_of(mine_.root)[1]) == without_ids(rows_of(theirs.root)[1])
+
+
+def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what is known before and after; what it leaves is an ordinary run, without the model it began with."""
+    start, out = tmp_path / "start", tmp_path / "more"
+    shutil.copytree(first, start)
+    flags = ["--root", str(mine), "--classes", "star,ring", "--out", str(out), "--threads", "1", *HERE]
+    assert main(["extend", str(start), *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    counts = [sum(i in np.unique(Folder(mine).mask("train", n)) for n in range(28)) for i in (5, 4)]
+    assert "model.safetensors knows 2 classes: triangle, disc" in said
+    assert f"star ({counts[0]} training" in said
+    assert f"ring ({counts[1]} training" in said
+    for name, count in zip(("star", "ring"), counts, strict=True):
+        assert (f"only {count} training images show {name}" in said) is (count < 10)
+    assert "on 6 held-out images" in said
+    assert f"{out}/steps/1/model.safetensors knows 4 classes: triangle, disc, star, ring" in said
+    shutil.rmtree(start)
+    row = evaluated_again(out)
+    assert row == rows_of(out)[1]
+    assert row["iou"].keys() == {"background", "triangle", "disc", "star", "ring"}
+    image = str(min((mine / "images").iterdir()))
+    assert main(["predict", str(out), image, "--out", str(tmp_path / "seen"), "--threads", "1"]) == 0
+    about = json.loads((tmp_path / "seen" / "predictions.json").read_text())
+    assert {c["name"]: c["id"] for c in about["classes"]} == {
+        "background": 0, "triangle": 3, "disc": 1, "star": 4, "ring": 5,
+    }  # fmt: skip
+    assert len({tuple(c["colour"]) for c in about["classes"]}) == 5
+    assert (
+        main(["extend", str(out), *flags[:2], *flags[4:], "--classes", "star"]) == 2
+    )  # its own folder, other settings
+
+
+def test_an_extension_can_be_extended_from_a_lone_file(first: Path, mine: Path, tmp_path: Path) -> None:
+    extended(first, mine, tmp_path / "more", "star", "--train.epochs", "1", "--train.lr_later", "0.01")
+    alone = tmp_path / "alone.safetensors"
+    shutil.copy(RunDir(tmp_path / "more").model(1), alone)
+    config = config_of(alone, mine, tmp_path / "again", "ring,cross")
+    assert (config.train.epochs, config.train.lr_later, config.train.crop) == (1, 0.01, 48)
+    assert config.train.scale == [0.7, 1.0]
+    assert config.eval.size == 48
+    train(config, quiet)
+    model = incseg.load(tmp_path / "again")
+    assert [i.classes for i in model.increments] == [OLD, ("star",), ("ring", "cross")]
+    assert [i.ids for i in model.increments] == [(3, 1), (4,), (5, 6)]
+    before = incseg.load(first)
+    assert np.array_equal(model.palette[:3], before.palette)
+    row = rows_of(tmp_path / "again")[1]
+    assert (row["classes"], row["iou"].keys()) == (
+        ["ring", "cross"], {"background", "triangle", "disc", "star", "ring", "cross"},
+    )  # fmt: skip
+
+
+def test_a_model_file_that_tells_less_takes_what_its_run_says(first: Path, mine: Path, tmp_path: Path) -> None:
+    """Files of earlier versions: the run folder's settings, else a recipe for folders at the model's size."""
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    model, about = load_segmenter(RunDir(run).model(0))
+    del about["train"]
+    save_segmenter(RunDir(run).model(0), model, about)
+    assert config_of(run, mine, tmp_path / "a").train.lr_later == 0.05
+    alone = tmp_path / "m.safetensors"
+    shutil.copy(RunDir(run).model(0), alone)
+    config = config_of(alone, mine, tmp_path / "b")
+    assert (config.train.lr_later, config.train.crop, config.eval.size) == (0.004, 48, 48)
+
+
+def test_interrupted_and_gone_on(first: Path, mine: Path, tmp_path: Path) -> None:
+    """After the old classes were tested, amid the training, before the comparison; then what was compared is out of
+    date, and made again."""
+    config, other = (config_of(first, mine, tmp_path / name, "star", "--train.epochs", "1") for name in "ab")
+    for moment in ("row 0", "step 1/1", "begin before and after"):
+        with pytest.raises(KeyboardInterrupt):
+            train(config, lambda: Interrupting(moment))  # noqa: B023
+    for one in (config, other):
+        train(one, quiet)
+    assert_same_run(config.folder, other.folder)
+    run = RunDir(config.folder)
+    found = json.loads(run.changes.read_text())
+    assert found["classes"] == json.loads(RunDir(other.folder).changes.read_text())["classes"]
+    write_json(run.changes, {**found, "row_digest": "other", "pixels": -1})
+    train(config, quiet)
+    assert json.loads(run.changes.read_text()) == found
+
+
+def test_a_frozen_backbone_is_run_once_per_image(first: Path, mine: Path, tmp_path: Path) -> None:
+    flags = ("--model.freeze_backbone", "true", "--train.scale", "null", "--train.epochs", "1")
+    extended(first, mine, tmp_path / "run", "star", *flags)
+    assert list(cache_path("features").rglob("block-*.bin"))
+    before, after = (load_segmenter(RunDir(tmp_path / "run").model(step))[0] for step in (0, 1))
+    assert after.config.freeze_backbone
+    for name, tensor in before.backbone.state_dict().items():
+        assert torch.equal(tensor, after.backbone.state_dict()[name])
+    assert not torch.equal(before.aspp.mix.weight, after.aspp.mix.weight)
+
+
+def test_a_softmax_model_goes_on_as_evidential_or_by_another_method(mine: Path, tmp_path: Path) -> None:
+    start = first_run(mine, tmp_path / "start", "triangle,disc/cross", "mib", train={"epochs": 1})
+    extended(start, mine, tmp_path / "evidential", "star", "--method", "evidential", "--train.epochs", "1")
+    model = incseg.load(tmp_path / "evidential")
+    assert [i.classes for i in model.increments] == [("triangle", "disc", "cross"), ("star",)]
+    assert not model.model.background_output
+    said = extended(start, mine, tmp_path / "ewc", "star", "--method", "ewc", "--train.epochs", "1")
+    assert "what ewc remembers of old classes is not beside the model; it begins without" in said
+    assert incseg.load(tmp_path / "ewc").model.num_outputs == 5
+
+
+def test_without_held_out_images_the_training_images_tell(first: Path, mine: Path, tmp_path: Path) -> None:
+    """All classes that the model does not know are learnt where none is named."""
+    root = tmp_path / "mine"
+    shutil.copytree(mine, root)
+    (root / "val.txt").unlink()
+    names = [path.stem for path in (root / "images").iterdir()]
+    (root / "train.txt").write_text("\n".join(names))
+    (root / "classes.txt").write_text("\n".join(["disc", "square", "triangle", *"defghij"]))
+    said = extended(first, root, tmp_path / "run", None, "--train.epochs", "1")
+    assert "knows 10 classes: triangle, disc, square, d, e, f, g, h, i, j" in said
+    assert rows_of(tmp_path / "run")[1]["all"] is None
+    changes = json.loads(RunDir(tmp_path / "run").changes.read_text())
+    assert changes["classes"]["disc"]["iou"] is not None
+    assert not changes["held_out"]
+    assert f"on {changes['images']} training images" in said
+    assert changes["images"] == rows_of(tmp_path / "run")[1]["train_images"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "flags", "message"),
+    [
+        ("star,disc", (), "knows a class 'disc' already.*classes.txt or a file for --data.classes_file"),
+        ("sta,ring", (), "unknown class 'sta'; did you mean 'star'"),
+        (" , ", (), "no class was named"),
+        ("star", ("--method", "mib"), "needs a background output"),
+        ("star", ("--method", "joint"), "learns all classes at once"),
+        ("star", ("--method", "dkd"), "dkd goes on with models of dkd"),
+        ("star", ("--model.width", "8"), "model.width is 8.*has 16"),
+        ("star", ("--train.epoch", "8"), "did you mean --train.epochs"),
+        ("star", ("--step", "4"), "no finished step 4"),
+    ],
+)
+def test_refusals(first: Path, mine: Path, tmp_path: Path, classes: str, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(config_of(first, mine, tmp_path / "run", classes, *flags), quiet)
+    assert not (tmp_path / "run" / "steps").exists()
+
+
+def test_a_class_without_images_is_refused(first: Path, mine: Path, tmp_path: Path) -> None:
+    shutil.copytree(mine, tmp_path / "mine")
+    with (tmp_path / "mine" / "classes.txt").open("a") as file:
+        file.write("unicorn\n")
+    with pytest.raises(UserError, match="no training image shows the new class 'unicorn'"):
+        train(config_of(first, tmp_path / "mine", tmp_path / "run", "star,unicorn"), quiet)
+
+
+def test_methods_from_outside_must_be_named(mine: Path, tmp_path: Path) -> None:
+    start = first_run(mine, tmp_path / "start", "triangle", "small_runs:Remembering", train={"epochs": 1})
+    with pytest.raises(UserError, match="name it yourself: --method small_runs:Remembering"):
+        config_of(start, mine, tmp_path / "run")
+    flags = ("--method", "small_runs:Remembering", "--train.epochs", "1")
+    extended(start, mine, tmp_path / "run", "star", *flags)
+    assert rows_of(tmp_path / "run")[1] == evaluated_again(tmp_path / "run")
+
+
+class Masks(Shapes):
+    """One mask that shows ids 0 to 4 and void."""
+
+    def mask(self, split: Any, index: int) -> np.ndarray:
+        return np.array([[0, 1, 2, 3, 4, 255]], dtype=np.uint8)
+
+
+def test_ids_of_old_classes_stay_and_similar_names_are_told() -> None:
+    inner = Masks(train_size=1, val_size=1)
+    inner.info = type(inner.info)("mine", ("Hard-Hat", "vest", "dog", "glove"))
+    known = [Increment(("hard hat", "cat"), (7, 2)), Increment(("Glove",), (9,))]
+    colours = np.array([[0, 0, 0], [1, 1, 1], [2, 2, 2], [128, 0, 0]])
+    source = Extended(inner, known, "vest,glove", colours)
+    assert source.info.classes[6] == "hard hat"
+    assert source.info.classes[9:] == ("vest", "glove", "dog")
+    assert source.mask("train", 0).tolist() == [[0, 7, 10, 12, 11, 255]]
+    assert any("'glove' is called nearly like the known 'Glove'" in note for note in source.notes)
+    assert "'Hard-Hat' in the masks is tested as the known class 'hard hat'" in source.notes
+    assert source.palette[[0, 7, 2, 9]].tolist() == colours.tolist()
+    assert len({tuple(source.palette[i]) for i in (0, 7, 2, 9, 10, 11, 12)}) == 7
+    assert Extended(inner, known, "joint", colours).new == ("vest", "dog")
+    assert Extended(inner, known, "vest", colours).fingerprint("train") != source.fingerprint("train")
+    with pytest.raises(UserError, match="253 is the most"):
+        Extended(inner, [Increment(("x",), (251,))], "vest", colours[:2])
+    with pytest.raises(UserError, match="knows all classes of mine already"):
+        Extended(inner, [Increment(inner.info.classes, (1, 2, 3, 4))], "joint", np.zeros((5, 3)))
+
+
+def constant_model(increments: list[Increment], bias: dict[int, float]) -> Segmenter:
+    """Says of every pixel the output with the largest bias."""
+    model = Segmenter(ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 2, 3)), background_output=True)
+    for increment in increments:
+        model.grow(increment)
+    flat = torch.cat([classifier.bias.data for classifier in model.classifiers])
+    for label, value in bias.items():
+        flat[label] = value
+    for classifier, part in zip(model.classifiers, flat.split([len(c.bias) for c in model.classifiers]), strict=True):
+        torch.nn.init.zeros_(classifier.weight)
+        classifier.bias.data.copy_(part)
+    return model
+
+
+def test_changes_are_counted_outside_the_new_masks() -> None:
+    old, new = Increment(("a", "b"), (1, 2)), Increment(("c",), (3,))
+    before, same = constant_model([old], {2: 1.0}), constant_model([old, new], {2: 1.0})
+    labels = torch.zeros(1, 8, 8, dtype=torch.uint8)
+    labels[:, :2], labels[:, 2:4], labels[:, 4], labels[:, 5] = 3, 2, 255, 254  # new, b, void, a class of neither
+    batch = (torch.zeros(1, 3, 8, 8), labels, [0])
+
+    def compared(after: Segmenter) -> dict[str, Any]:
+        models = [(before, Finetune()), (after, Finetune())]
+        return compare_models(models, [batch], Runtime("cpu"), Silent())
+
+    kept = compared(same)
+    assert (kept["images"], kept["pixels"], kept["kept"]) == (1, 40, 40)
+    assert kept["classes"]["a"] == {"pixels": 0, "kept": 0, "became_new": 0, "became_other": 0, "iou": None}
+    assert kept["classes"]["b"]["iou"] == [28.57, 28.57]  # 16 of 56 pixels
+    assert not any(line.startswith("warning") for line in describe(kept, "1 image"))
+    swallowed = compared(constant_model([old, new], {3: 1.0}))
+    assert (swallowed["became_new"], swallowed["became_other"]) == (40, 0)
+    assert describe(swallowed, "1 image")[-1].startswith("warning: b lost more than 2 points of IoU")
+    lost = compared(constant_model([old, new], {0: 1.0}))
+    assert (lost["became_new"], lost["became_other"]) == (0, 40)
+
+
+def test_without_old_classes_in_the_masks_pixels_tell() -> None:
+    fate = {"pixels": 100, "kept": 80, "became_new": 15, "became_other": 5}
+    changes = {"images": 3, **fate, "classes": {"a": {**fate, "iou": None}}}
+    first, last = describe(changes, "3 held-out images")
+    assert "80.0 % are the same now, 15.0 % a new class, 5.0 % background" in first
+    assert last.startswith("warning: less than 90% of the old classes' pixels stayed the same")
+    assert len(describe({**changes, "kept": 95, "became_other": 0, "became_new": 5}, "3 images")) == 1
+    nothing = {**changes, "pixels": 0, "classes": {}}
+    assert describe(nothing, "3 images") == [
+        "old classes on 3 images: none was predicted before, so nothing can be said of them"
+    ]
