@@ -236,7 +236,6 @@ def predictor_of(
             "method": settings,
             "file": str(file),
             "step": len(model.increments) - 1,
-            "method": settings,
             "model": asdict(model.config),
         },
     )
