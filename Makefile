@@ -34,7 +34,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,imagenet,tensorboard]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,imagenet,tensorboard,onnx]'
 	touch $(READY)
 
 clean:

@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_every_setting_of_train_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
+        main(["train", "--help-all"])
     shown = capsys.readouterr().out
     for flag, text in (
         ("--train.checkpoint_seconds", "how much work an interruption may cost"),

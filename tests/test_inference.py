@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,58 @@ def test_out_of_memory_skips_the_image(model_file, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(Predictor, "predict", exhausted)
     assert run(model_file, tmp_path / "a.png", "--out", tmp_path / "out") == 1
     assert "smaller --tile" in capsys.readouterr().err
+
+
+def test_results_keep_the_order_of_the_files(model_file, tmp_path, monkeypatch):
+    """Also where the first takes longest to write and one between them is broken."""
+    (tmp_path / "in").mkdir()
+    for index in range(7):
+        picture(seed=index).save(tmp_path / "in" / f"{index}.png")
+    (tmp_path / "in" / "3.png").write_bytes(b"no image")
+    later = threading.Event()
+
+    def slow_first(result: Any, folder: Path, stem: str, palette: np.ndarray) -> None:
+        if stem == "0":
+            assert later.wait(60)
+        else:
+            later.set()
+
+    monkeypatch.setattr(command, "save", slow_first)
+    assert run(model_file, tmp_path / "in", "--out", tmp_path / "out") == 1
+    about = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert [image["name"] for image in about["images"]] == ["0", "1", "2", "4", "5", "6"]
+    assert [Path(image["file"]).name for image in about["skipped"]] == ["3.png"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--probabilities"]])
+def test_few_images_are_in_memory_at_once(model_file, tmp_path, monkeypatch, flags):
+    (tmp_path / "in").mkdir()
+    for index in range(12):
+        picture(16, 16, seed=index).save(tmp_path / "in" / f"{index:02}.png")
+    opened, unwritten, most = [], [], []
+    read, write = command.open_image, command.save
+
+    def counted_read(file: Path) -> Image.Image:
+        opened.append(file)
+        return read(file)
+
+    def counted_predict(self: Predictor, *arguments: Any) -> Any:
+        result = predict(self, *arguments)
+        unwritten.append(result)
+        most.append((len(opened) - len(most), len(unwritten)))
+        return result
+
+    def counted_write(result: Any, *arguments: Any) -> None:
+        write(result, *arguments)
+        unwritten.pop()
+
+    predict = Predictor.predict
+    monkeypatch.setattr(command, "open_image", counted_read)
+    monkeypatch.setattr(Predictor, "predict", counted_predict)
+    monkeypatch.setattr(command, "save", counted_write)
+    assert run(model_file, tmp_path / "in", "--out", tmp_path / "out", *flags) == 0
+    assert max(ahead for ahead, _ in most) <= command._AHEAD + 1
+    assert max(waiting for _, waiting in most) <= (1 if flags else command._AHEAD + 1)
 
 
 def test_names_stay_distinct_and_inside(tmp_path):

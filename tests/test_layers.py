@@ -16,7 +16,7 @@ ROOT = Path(incseg.__file__).parent
 ROWS = (
     ("__main__",),
     ("cli",),
-    ("demo", "gallery"),
+    ("demo", "export", "gallery"),
     ("experiment", "presets", "inference", "report"),
     ("engine",),
     ("methods",),
@@ -24,6 +24,7 @@ ROWS = (
     ("protocol", "losses", "metrics"),
     ("files", "names"),
     ("types",),
+    ("errors",),
     ("__init__",),
 )
 RANK = {room: len(ROWS) - row for row, rooms in enumerate(ROWS) for room in rooms}

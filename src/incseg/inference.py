@@ -24,6 +24,7 @@ from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
+from incseg.models.onnx_file import OnnxNetwork, read_onnx
 from incseg.models.segmenter import Segmenter
 from incseg.types import BACKGROUND, Increment, UserError
 
@@ -31,6 +32,8 @@ TILE = 1536
 """Side of a tile: an image of more pixels than a tile has is predicted in tiles."""
 LONGEST_ENLARGED = 8
 """How many times longer than the test size an enlarged image may get: a strip of 30000 × 10 stays as it is."""
+
+ONNX_SUFFIX = ".onnx"
 
 ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
 
@@ -69,7 +72,7 @@ class Predictor:
     info:                  what the model file says of itself: file, step, network, method, protocol, test size.
     """
 
-    model: Segmenter = field(repr=False)
+    model: Segmenter | OnnxNetwork = field(repr=False)
     method: Method = field(repr=False)
     runtime: Runtime = field(repr=False)
     classes: tuple[str, ...]
@@ -157,6 +160,8 @@ class Predictor:
         return total / weights
 
     def _run(self, image: Image.Image) -> Tensor:
+        if isinstance(self.model, OnnxNetwork):
+            return self.model.logits(image)
         backbone = self.model.backbone
         pixels = normalise(image, backbone.mean, backbone.std).unsqueeze(0).to(self.runtime.device)
         with self.runtime.autocast():
@@ -186,23 +191,36 @@ def load(
     threads: int | None = None,
     method: str | None = None,
 ) -> Predictor:
-    """A predictor from a model file, a folder steps/K, or a run folder, whose last finished step is taken.
+    """A predictor from a model file, a folder steps/K, an .onnx file, or a run folder: of its last finished step.
 
     step:    which step of a run folder instead.
-    device:  cpu, cuda, cuda:N or auto.
-    threads: of torch on the CPU; None for its own choice.
+    device:  cpu, cuda, cuda:N or auto; an .onnx file runs on the CPU.
+    threads: of the CPU; None for torch's own choice.
     method:  for a model trained by a method from outside incseg, its package.module:Class once more: a model file
              alone never makes code be imported.
     """
     file = model_file(Path(path).expanduser(), step)
+    if file.suffix == ONNX_SUFFIX:
+        if not device.startswith(("auto", "cpu")):
+            raise UserError(f"device is '{device}', but an ONNX file runs on the CPU here; give --device cpu")
+        runtime = Runtime("cpu", threads=threads)
+        network = OnnxNetwork(read_onnx(file), threads)
+        return predictor_of(network, network.about, runtime, file, method)
     runtime = Runtime(device, threads=threads)
     model, about = load_segmenter(file, runtime.device)
     if not model.increments:
         raise UserError(f"model file '{file}' has learnt no class yet; give the model of a finished step")
+    return predictor_of(model, about, runtime, file, method)
+
+
+def predictor_of(
+    model: Segmenter | OnnxNetwork, about: dict[str, Any], runtime: Runtime, file: Path, named_by_user: str | None
+) -> Predictor:
+    """A network with what its file says of it."""
     settings = about.get("method")
     if not (isinstance(settings, dict) and "name" in settings):
         raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
-    require_trusted(file, settings["name"], method)
+    require_trusted(file, settings["name"], named_by_user)
     settings = _without_lost_options(settings)
     ids = (BACKGROUND, *(i for increment in model.increments for i in increment.ids))
     return Predictor(
@@ -215,9 +233,9 @@ def load(
         info={
             "test_size": 0,
             **{key: value for key, value in about.items() if key != "palette"},
+            "method": settings,
             "file": str(file),
             "step": len(model.increments) - 1,
-            "method": settings,
             "model": asdict(model.config),
         },
     )

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-from incseg.types import UserError
+from incseg.errors import UserError
 
 # A longer list hides the nearest match that stands before it.
 _MOST_NAMES_IN_AN_ERROR = 24

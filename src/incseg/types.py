@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from incseg.errors import UserError as UserError
+
 BACKGROUND = 0
 """Label of a pixel that shows none of the classes of interest."""
 IGNORE = 255
@@ -23,10 +25,6 @@ Later = Tensor | Callable[[], Tensor]
 """A tensor, or how to make it."""
 Inputs = Tensor | tuple[Tensor, ...]
 """What a model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads."""
-
-
-class UserError(ValueError):
-    """Something the user can put right. Shown as one line: what came, what is allowed, what to do."""
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import incseg
+from incseg.errors import UserError
 from incseg.names import unknown
-from incseg.types import UserError
 
 COMMANDS = (
-    "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "import", "protocol", "data", "cache",
-    "list",
+    "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "import", "export", "protocol", "data",
+    "cache", "list", "doctor", "completion",
 )  # fmt: skip
 """Each is a module of this package."""
 _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"
@@ -113,8 +116,17 @@ def _overview() -> str:
     lines.append("usage: incseg COMMAND [options]; incseg COMMAND --help shows its options")
     lines.append("")
     for name in COMMANDS:
-        lines.append(f"  {name:10} {importlib.import_module(f'incseg.cli.{name}').HELP}")
-    return "\n".join(lines)
+        lines += textwrap.wrap(one_line_help(name), 100, initial_indent=f"  {name:10}  ", subsequent_indent=" " * 14)
+    return "\n".join([*lines, "", "incseg --version; incseg doctor tells what is there and what is missing"])
+
+
+def one_line_help(name: str) -> str:
+    """A command's HELP, read from its file: importing the commands would import torch, two seconds for one screen."""
+    tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["HELP"]:
+            return str(ast.literal_eval(node.value))
+    raise AssertionError(f"incseg.cli.{name} has no HELP")
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from incseg.cli.settings import method_overrides
+from incseg.cli.settings import check_method_options, method_overrides
 from incseg.data.files import FileError
 from incseg.data.folder import IMAGE_SUFFIXES
+from incseg.export import with_onnx
 from incseg.files import replacing, write_array, write_json
-from incseg.inference import TILE, Predictor, Result, load
-from incseg.names import unknown
+from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, load, open_image
 from incseg.report.draw import overlay, palette_image, uncertainty_image
 from incseg.types import UserError
 
@@ -33,8 +36,15 @@ _LONGEST_STEM = 180
 """In bytes: names of files have at most 255, and ours get longer."""
 
 
+_AHEAD = 2
+"""Images that are read before the network asks for them, and results that wait to be written: they bound the memory."""
+_FAST = 1
+"""Compression of overlays: photographs in PNG take a third of the time so, and a tenth more of the disk."""
+_Made = TypeVar("_Made")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
+    parser.add_argument("model", metavar="MODEL", help="run folder, one of its steps/, a .safetensors or an .onnx file")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files, folders of images, or patterns")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
     parser.add_argument("--step", type=int, metavar="K", help="which step of the run (default: the last)")
@@ -47,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
     )
+    parser.add_argument(
+        "--backend",
+        choices=["torch", "onnx"],
+        help="runs the network (default: torch, but onnx for .onnx files)",
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--probabilities", action="store_true", help="also NAME_probabilities.npy, float16 (C+1, H, W)")
@@ -58,28 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_unknown(args)
+    check_method_options(args)
     files = find_images(args.images, args.out)
-    predictor = load(args.model, args.step, args.device, args.threads, args.method)
-    if args.unknown:
-        name = str(predictor.info["method"]["name"])
-        predictor = predictor.with_options(**method_overrides("incseg predict", name, args.unknown))
+    predictor = _predictor(args)
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    done, skipped = [], []
-    for file, stem in _with_progress(list(zip(files, distinct_stems(files), strict=True))):
-        try:
-            result = predictor.predict(file, args.size, args.tile, args.probabilities)
-        except FileError as error:
-            skipped.append({"file": _readable(file), "error": _one_line(error)})
-        except (MemoryError, torch.OutOfMemoryError):
-            fault = f"{file}: out of memory; give a smaller --tile or --size, or leave out --probabilities"
-            skipped.append({"file": _readable(file), "error": _one_line(fault)})
-        else:
-            save(result, args.out, stem, predictor.palette_by_id)
-            done.append({"file": _readable(file), "name": _readable(stem), "classes": _present(result)})
-            continue
-        print(f"skipped: {skipped[-1]['error']}", file=sys.stderr)
+    outcomes = _predict_all(predictor, files, args)
+    done = [outcome for outcome in outcomes if "error" not in outcome]
+    skipped = [outcome for outcome in outcomes if "error" in outcome]
     write_json(args.out / "predictions.json", {**_about(predictor), "images": done, "skipped": skipped})
     seconds = time.monotonic() - began
     rate = f" ({len(done) / seconds:.1f} img/s)" if done else ""
@@ -88,12 +89,81 @@ def run(args: argparse.Namespace) -> int:
     return 1 if skipped else 0
 
 
+def _predictor(args: argparse.Namespace) -> Predictor:
+    is_onnx = Path(args.model).suffix == ONNX_SUFFIX
+    if is_onnx and args.backend == "torch":
+        raise UserError(f"'{args.model}' is an ONNX file, which --backend torch cannot run; leave --backend out")
+    converted = args.backend == "onnx" and not is_onnx
+    predictor = load(args.model, args.step, "cpu" if converted else args.device, args.threads, args.method)
+    if args.unknown:
+        name = str(predictor.info["method"]["name"])
+        predictor = predictor.with_options(**method_overrides("incseg predict", name, args.unknown))
+    return with_onnx(predictor, args.threads) if converted else predictor
+
+
+def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What came of each file, in their order. The network computes here, while other threads read and write: Pillow
+    lets go of Python's lock while it decodes and encodes."""
+    outcomes: list[dict[str, Any]] = [{"file": _readable(file)} for file in files]
+    stems = distinct_stems(files)
+    writing: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+    # Probabilities are too big to wait in memory for their turn.
+    most_waiting = 0 if args.probabilities else _AHEAD
+
+    def finish(index: int, future: Future[dict[str, Any]]) -> None:
+        with _faults_of(files[index], outcomes[index]):
+            outcomes[index] |= future.result()
+
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(2) as writers, _progress(len(files)) as advance:
+        for index, image in enumerate(_ahead(reader, open_image, files)):
+            with _faults_of(files[index], outcomes[index]):
+                result = predictor.predict(image.result(), args.size, args.tile, args.probabilities)
+                write = writers.submit(_write, result, args.out, stems[index], predictor.palette_by_id)
+                writing.append((index, write))
+                del result
+            while len(writing) > most_waiting:
+                finish(*writing.popleft())
+            advance()
+        while writing:
+            finish(*writing.popleft())
+    return outcomes
+
+
+def _ahead(pool: Executor, function: Callable[[Any], _Made], items: Iterable[Any]) -> Iterator[Future[_Made]]:
+    """`function` of every item, in order, begun before it is asked for."""
+    begun: deque[Future[_Made]] = deque()
+    for item in items:
+        begun.append(pool.submit(function, item))
+        if len(begun) > _AHEAD:
+            yield begun.popleft()
+    yield from begun
+
+
+@contextlib.contextmanager
+def _faults_of(file: Path, outcome: dict[str, Any]) -> Iterator[None]:
+    """Notes why an image is skipped instead of stopping the others."""
+    try:
+        yield
+        return
+    except FileError as error:
+        fault: object = error
+    except (MemoryError, torch.OutOfMemoryError):
+        fault = f"{file}: out of memory; give a smaller --tile or --size, or leave out --probabilities"
+    outcome["error"] = _one_line(fault)
+    print(f"skipped: {outcome['error']}", file=sys.stderr)
+
+
+def _write(result: Result, folder: Path, stem: str, palette_by_id: np.ndarray) -> dict[str, Any]:
+    save(result, folder, stem, palette_by_id)
+    return {"name": _readable(stem), "classes": _present(result)}
+
+
 def save(result: Result, folder: Path, stem: str, palette_by_id: np.ndarray) -> None:
     """Write the files of one image."""
     _save_png(palette_image(result.ids, palette_by_id), folder / f"{stem}_mask.png")
     _save_png(uncertainty_image(result.uncertainty), folder / f"{stem}_uncertainty.png")
     drawn = overlay(result.image, result.labels, result.palette, result.classes)
-    _save_png(drawn, folder / f"{stem}_overlay.png")
+    _save_png(drawn, folder / f"{stem}_overlay.png", _FAST)
     if result.probabilities is not None:
         write_array(folder / f"{stem}_probabilities.npy", result.probabilities.astype(np.float16))
 
@@ -143,24 +213,22 @@ def distinct_stems(files: Sequence[Path]) -> list[str]:
     return stems
 
 
-def _check_unknown(args: argparse.Namespace) -> None:
-    """Refuse what is no option of a method, before the model is loaded."""
-    tokens = iter(args.unknown)
-    for token in tokens:
-        if token.startswith("--method."):
-            # argparse has taken the value for MODEL or IMAGE where it stood before them.
-            if "=" not in token and next(tokens, "--").startswith("--"):
-                raise UserError(f"{token} has no value; write {token}=VALUE")
-        elif token.startswith("-"):
-            flags = [f"--{name}" for name in vars(args) if name not in ("model", "images", "unknown")]
-            raise UserError(unknown("option", token.split("=")[0], [*flags, "--method.NAME"]))
-        else:
-            raise UserError(f"unexpected '{token}'; put all images right behind the model")
-
-
-def _with_progress(items: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, str]]:
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar with images per second and the time left, on a terminal; gives what advances it."""
     console = Console(stderr=True)
-    yield from track(items, "predicting", console=console, transient=True, disable=not console.is_terminal)
+    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    began = time.monotonic()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=total, rate="")
+
+        def advance() -> None:
+            done = bar.tasks[0].completed + 1
+            bar.update(task, advance=1, rate=f"{done / (time.monotonic() - began):.1f} img/s")
+
+        yield advance
 
 
 def _about(predictor: Predictor) -> dict[str, Any]:
@@ -179,9 +247,9 @@ def _present(result: Result) -> dict[str, float]:
     return {name: round(float(share), 6) for name, share in zip(result.classes, counts, strict=True) if share > 0}
 
 
-def _save_png(image: Image.Image, path: Path) -> None:
+def _save_png(image: Image.Image, path: Path, compress_level: int = 6) -> None:
     with replacing(path) as temporary:
-        image.save(temporary, format="PNG")
+        image.save(temporary, format="PNG", compress_level=compress_level)
 
 
 def _readable(name: str | os.PathLike[str]) -> str:

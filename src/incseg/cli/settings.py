@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import re
+import shutil
+import textwrap
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +26,18 @@ from incseg.names import unknown
 from incseg.presets import DEFAULT_PRESET, preset_for
 from incseg.types import UserError
 
-_SHORT = {
+SHORT = {
     "--data": "--data.name",
     "--method": "--method.name",
     "--root": "--data.root",
     "--presence": "--data.presence",
 }
+_FREQUENT = (
+    "--data.name", "--data.root", "--task", "--method.name", "--preset", "--setting", "--rules", "--out", "--seed",
+    "--device", "--threads", "--reuse", "--model.backbone", "--model.weights", "--model.freeze_backbone",
+    "--train.epochs", "--train.batch_size", "--train.lr", "--train.crop", "--eval.size",
+)  # fmt: skip
+"""What --help shows; --help-all shows everything."""
 _GROUPS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
 
 
@@ -43,8 +51,11 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
         config["method"] = {"name": method}  # another method's options mean nothing to this one
     data = _last("--data.name", tokens) or config.get("data", {}).get("name") or "shapes"
     preset = _last("--preset", tokens) or config.get("preset") or DEFAULT_PRESET.get(data, "shapes")
-    parser = _parser(prog, description, method)
+    parser = run_parser(prog, description, method)
     parser.set_defaults(_flat({**preset_for(preset, method), "preset": preset}))
+    if "-h" in tokens or "--help" in tokens:
+        print(short_help(parser, description))
+        raise SystemExit(0)
     if file is not None:
         _require_known_settings(parser, config, file)
     return _run_config(_parse(parser, [*_as_tokens(config), *tokens]))
@@ -52,7 +63,7 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
 
 def parse_extension(prog: str, defaults: dict[str, Any], tokens: Sequence[str]) -> RunConfig:
     """The configuration that begins with `defaults`, nested as in config.yaml, and is changed by flags."""
-    parser = _parser(prog, "", defaults["method"]["name"])
+    parser = run_parser(prog, "", defaults["method"]["name"])
     parser.set_defaults(_flat(defaults))
     return _run_config(_parse(parser, list(tokens)))
 
@@ -74,6 +85,23 @@ def method_overrides(prog: str, method: str, tokens: Sequence[str]) -> dict[str,
     return {name: value for name, value in (values.get("method") or {}).items() if name in given}
 
 
+def check_method_options(args: argparse.Namespace) -> None:
+    """Refuse what is no option of a method, before the model is loaded. `args.unknown` is what argparse left over."""
+    tokens = iter(args.unknown)
+    for token in tokens:
+        if token.startswith("--method."):
+            # argparse has taken the value for a file where it stood before one.
+            if "=" not in token and next(tokens, "--").startswith("--"):
+                raise UserError(f"{token} has no value; write {token}=VALUE")
+        elif token.startswith("-"):
+            flags = [f"--{name}" for name in vars(args) if name not in ("model", "images", "unknown")]
+            raise UserError(unknown("option", token.split("=")[0], [*flags, "--method.NAME"]))
+        elif "images" in args:
+            raise UserError(f"unexpected '{token}'; put all images right behind the model")
+        else:
+            raise UserError(f"unexpected '{token}'; options of the method are written --method.NAME=VALUE")
+
+
 def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
     """What a run of this dataset, preset and method takes where nothing else is said, as config.yaml would hold it.
 
@@ -89,15 +117,17 @@ def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
     return usual
 
 
-def _parser(prog: str, description: str, method: str) -> ArgumentParser:
+def run_parser(prog: str, description: str, method: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description=f"{description} --data, --method, --root and --presence are short for --data.name, --method.name, "
         "--data.root and --data.presence; --config FILE reads settings from a run's config.yaml.",
-        usage=f"{prog} [--data NAME] [--root DIR] [--task TASK] [--method NAME] [--preset NAME] [--out DIR] [options]",
+        usage=f"{prog} [--data NAME] [--root DIR] [--task TASK] [--method NAME] [--out DIR] [options]",
         exit_on_error=False,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("--help-all", action="help", help="this list; --help shows the settings that people change")
     parser.add_class_arguments(RunConfig, as_group=False, skip={*_GROUPS, "method"})
     parser.add_argument(
         "--method.name", type=str, default=method, help="a method of incseg list, or package.module:Class"
@@ -106,6 +136,28 @@ def _parser(prog: str, description: str, method: str) -> ArgumentParser:
     for group, kind in _GROUPS.items():
         parser.add_class_arguments(kind, group)
     return parser
+
+
+def short_help(parser: ArgumentParser, description: str) -> str:
+    """A screen of the settings that people change, with the defaults that hold beside the other flags given."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    short = {long: flag for flag, long in SHORT.items()}
+    actions = {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
+    defaults = _flat(parser.get_defaults().as_dict())
+    lines = [f"usage: {parser.usage}", "", *textwrap.wrap(description, width), ""]
+    rows = [("--config FILE", "settings from a run's config.yaml; flags win over it")]
+    for long in _FREQUENT:
+        action = actions[long]
+        value = defaults[action.dest]
+        default = "" if value is None else f" (default: {str(value).lower() if isinstance(value, bool) else value})"
+        text = str(action.help).split(" (type:")[0].rstrip(".")
+        rows.append((short.get(long, long), text + default))
+    column = max(len(flag) for flag, _ in rows) + 4
+    for flag, text in rows:
+        first, rest = f"  {flag}".ljust(column), " " * column
+        lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False)
+    others = " ".join(f"--{group}.*" for group in ("method", *_GROUPS))
+    return "\n".join([*lines, "", f"All settings, {others}, by group: {parser.prog} --help-all"])
 
 
 def _parse(parser: ArgumentParser, tokens: list[str]) -> dict[str, Any]:
@@ -142,7 +194,7 @@ def _in_words(kind: Any) -> str:
 def lengthen(token: str) -> str:
     """`--data voc` and `--data=voc` are written for `--data.name`."""
     flag, equals, value = token.partition("=")
-    return _SHORT.get(flag, flag) + equals + value
+    return SHORT.get(flag, flag) + equals + value
 
 
 def _take_option(flag: str, tokens: list[str]) -> tuple[str | None, list[str]]:

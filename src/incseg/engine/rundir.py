@@ -202,7 +202,7 @@ class RunDir:
 def model_file(path: Path, step: int | None = None) -> Path:
     """The file that a path given by a person stands for."""
     if not path.exists():
-        raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a .safetensors model file")
+        raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a model file")
     run = RunDir(path)
     own = path / "model.safetensors"
     if path.is_file() or own.is_file():

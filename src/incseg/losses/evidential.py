@@ -336,7 +336,8 @@ def evidential_probabilities(
     Sums of positive numbers lose no digits, so that evidence itself does where its square is a float32.
     """
     require_known("balancing of a constant factor", mode, ("none", "ratio"))
-    if logits.numel() and logits.amax() > _LARGEST_SCORE:
+    # A traced graph (ONNX) cannot branch on values, so it takes the form that holds for all.
+    if torch.jit.is_tracing() or (logits.numel() and logits.amax() > _LARGEST_SCORE):
         return balanced_log_probabilities(logits, sizes, mode, rectifier).exp()
     total, first = sum(sizes), 1
     result = logits.new_empty(logits.shape[0], total + 1, *logits.shape[2:])

@@ -40,8 +40,8 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
     metadata, tensors = _read(path)
     _check_format(path, metadata)
     try:
-        config = _config(json.loads(metadata["config"]))
-        increments = [_increment(fields) for fields in json.loads(metadata["increments"])]
+        config = read_config(json.loads(metadata["config"]))
+        increments = [read_increment(fields) for fields in json.loads(metadata["increments"])]
         background_output = bool(json.loads(metadata["background_output"]))
         extra = dict(json.loads(metadata["extra"]))
     except (KeyError, TypeError, ValueError) as error:
@@ -94,7 +94,8 @@ def _check_format(path: Path, metadata: dict[str, str]) -> None:
         )
 
 
-def _config(fields: dict[str, Any]) -> ModelConfig:
+def read_config(fields: dict[str, Any]) -> ModelConfig:
+    """A configuration from what JSON keeps of it."""
     config = ModelConfig(**fields)
     if config.dilations is not None:
         small, medium, large = config.dilations  # JSON has lists only
@@ -104,7 +105,8 @@ def _config(fields: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _increment(fields: dict[str, Any]) -> Increment:
+def read_increment(fields: dict[str, Any]) -> Increment:
+    """An increment from what JSON keeps of it."""
     return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 from incseg.types import BACKGROUND
 
@@ -54,11 +54,11 @@ def overlay(image: Image.Image, labels: np.ndarray, palette: np.ndarray, names: 
     """
     size = _drawn_size(image.width, image.height)
     shown = np.asarray(Image.fromarray(labels).resize(size, Image.Resampling.NEAREST))
-    photo = np.asarray(image.resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
-    colours = np.asarray(palette, dtype=np.float32)[shown]
+    picture = image.resize(size, Image.Resampling.BICUBIC)
+    colours = palette_image(shown, palette).convert("RGB")
     inside, outline = shown != BACKGROUND, _outlines(shown, max(2, max(size) // 500))
-    opacity = np.where(outline, 1.0, np.where(inside, _OPACITY, 0.0)).astype(np.float32)[..., None]
-    picture = Image.fromarray(np.rint(photo + (colours - photo) * opacity).astype(np.uint8))
+    picture.paste(Image.blend(picture, colours, _OPACITY), mask=Image.fromarray(inside))
+    picture.paste(colours, mask=Image.fromarray(outline))
     legend = _legend(_entries(labels, palette, names), max(picture.width, OVERLAY_SIDES[0]))
     sheet = Image.new("RGB", (legend.width, picture.height + legend.height), _PAPER)
     sheet.paste(picture, ((sheet.width - picture.width) // 2, 0))
@@ -84,10 +84,17 @@ def _outlines(labels: np.ndarray, thickness: int) -> np.ndarray:
     edge[:, :-1] |= across
     edge[1:] |= down
     edge[:-1] |= down
-    if thickness > 1:
-        grown = Image.fromarray(edge.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(2 * thickness - 1))
-        edge = np.asarray(grown) > 0
+    for _ in range(thickness - 1):
+        edge = _grown(_grown(edge).T).T
     return edge & (labels != BACKGROUND)
+
+
+def _grown(edge: np.ndarray) -> np.ndarray:
+    """By one row up and down; many times faster than Pillow's filters."""
+    grown = edge.copy()
+    grown[1:] |= edge[:-1]
+    grown[:-1] |= edge[1:]
+    return grown
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class SameConv2d(nn.Conv2d):
     """Convolution with TensorFlow's SAME padding: ⌈size/stride⌉ outputs, an odd pixel of padding goes last.
 
     So a stride of 2 reads an even-sized map around its odd positions, where symmetric padding would read
-    it around the even ones: pretrained weights are half a stride off with the wrong choice.
+    it around the even ones: pretrained weights are half a stride off with the wrong choice. The kernel reaches at
+    least as far as the stride, so that the padding is never negative.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +46,8 @@ class SameConv2d(nn.Conv2d):
     def _padding_of(self, x: Tensor, axis: int) -> tuple[int, int]:
         size, stride = x.shape[axis], self.stride[axis]
         reach = (self.kernel_size[axis] - 1) * self.dilation[axis] + 1
-        total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+        # without ceilings and maxima, which a traced graph (ONNX) would compute otherwise or not at all
+        total = reach - 1 - (size - 1) % stride
         return total // 2, total - total // 2
 
 

@@ -1,0 +1,86 @@
+"""A network from an ONNX file that `incseg export` wrote: all of its description lies in the file's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from incseg.models.files import read_config, read_increment
+from incseg.models.segmenter import ModelConfig
+from incseg.types import Increment, UserError
+
+FORMAT = "incseg-onnx"
+FORMAT_VERSION = 1
+INPUT = "image"
+OUTPUTS = ("probabilities", "uncertainty", "labels", "logits")
+
+
+def onnx_packages() -> tuple[Any, Any]:
+    """(onnx, onnxruntime), which are no part of a plain installation."""
+    try:
+        import onnx
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(f"ONNX files need {error.name}, which is not installed; pip install 'incseg[onnx]'") from None
+    return onnx, onnxruntime
+
+
+class OnnxNetwork:
+    """The network of an ONNX graph up to its logits, run by onnxruntime on the CPU.
+
+    The method's rule, also in the graph, is left out: prediction applies it at the image's own size and in strips.
+    """
+
+    def __init__(self, model: Any, threads: int | None = None) -> None:
+        onnx, runtime = onnx_packages()
+        about = {entry.key: entry.value for entry in model.metadata_props}
+        self.about: dict[str, Any] = {key: json.loads(about[key]) for key in ("method", "palette", "test_size")}
+        self.about |= {key: json.loads(about[key]) for key in ("protocol",) if key in about}
+        self.about["incseg"] = about["incseg"]
+        self.config: ModelConfig = read_config(json.loads(about["model"]))
+        self.increments: list[Increment] = [read_increment(fields) for fields in json.loads(about["increments"])]
+        self.num_outputs = int(about["num_outputs"])
+        self.stride = int(about["stride"])
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        network = onnx.utils.Extractor(model).extract_model([INPUT], ["logits"])
+        self._session = runtime.InferenceSession(network.SerializeToString(), options, ["CPUExecutionProvider"])
+
+    def logits(self, image: Image.Image) -> Tensor:
+        """(1, C, h, w) logits of an RGB image."""
+        return torch.from_numpy(self._session.run(["logits"], {INPUT: as_input([image])})[0])
+
+
+def as_input(images: list[Image.Image]) -> np.ndarray:
+    """(B, 3, H, W) uint8 of RGB images of one size, as the graph takes them."""
+    return np.ascontiguousarray(np.stack([np.asarray(image) for image in images]).transpose(0, 3, 1, 2))
+
+
+def read_onnx(path: Path) -> Any:
+    """The model of a file that incseg exported."""
+    onnx, _ = onnx_packages()
+    try:
+        model = onnx.load(path)
+    except OSError as error:
+        raise UserError(f"ONNX file '{path}' cannot be read ({error.strerror}); check its permissions") from error
+    except Exception as error:  # protobuf has its own kinds of error in every version
+        raise UserError(f"'{path}' is damaged or no ONNX file; export the model again") from error
+    _check_format(path, {entry.key: entry.value for entry in model.metadata_props})
+    return model
+
+
+def _check_format(path: Path, about: Mapping[str, str]) -> None:
+    if about.get("format") != FORMAT:
+        raise UserError(f"'{path}' is an ONNX file but none of incseg's; incseg export MODEL --out FILE writes one")
+    if about.get("format_version") != str(FORMAT_VERSION):
+        raise UserError(
+            f"'{path}' has format {about.get('format_version')}, this incseg reads {FORMAT_VERSION}; "
+            "export the model again, or pip install -U incseg"
+        )
