@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     paths = [path for path in (args.model, args.other) if path is not None]
     server = DemoServer(Models(paths, args.device, args.threads, args.method), args.host, args.port)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    # SIGINT too: a shell that starts us in the background has it ignored
+    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         print(f"{server.url}  (Ctrl-C ends it)", flush=True)
         if not server.is_local:
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         print("stopped")
     finally:
         server.server_close()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return 0
 
 
