@@ -75,6 +75,10 @@ def test_flags(bash: Complete) -> None:
     assert bash("incseg", "train", "--train.lr") == ["--train.lr", "--train.lr_later"]
     assert "--no-check" in bash("incseg", "export", "run", "--")
     assert bash("incseg", "eval", "run", "--save", "--js") == ["--json"]
+    assert bash("incseg", "train", "--help") == ["--help", "--help-all"]
+    assert bash("incseg", "sweep", "--work") == ["--workers"]
+    assert bash("incseg", "sweep", "--method", "evi") == ["evidential"]
+    assert "--train.lr" in bash("incseg", "extend", "run", "--train.")
     assert bash("incseg", "predict", "run", "--out", "") == []  # bash goes on with files
 
 

@@ -184,6 +184,12 @@ def test_options_of_the_method_hold_for_an_onnx_file(model_file: Path, onnx_file
     assert (masks[0] != masks[1]).mean() < 1e-3
 
 
+def test_options_on_the_command_line_become_part_of_the_file(model_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "odds.onnx"
+    assert main(["export", str(model_file), "--out", str(file), "--no-check", "--method.balancing=odds"]) == 0
+    assert load(file).info["method"]["balancing"] == "odds"
+
+
 def test_a_graph_that_differs_is_not_written(
     model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

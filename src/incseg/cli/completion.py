@@ -51,15 +51,16 @@ def commands() -> list[Command]:
     found = []
     for name in COMMANDS:
         module = importlib.import_module(f"incseg.cli.{name}")
+        parser: argparse.ArgumentParser | None
         if hasattr(module, "add_arguments"):
             parser = argparse.ArgumentParser()
             module.add_arguments(parser)
             flags = _flags(parser._actions)
-            if getattr(module, "PASS_UNKNOWN", False):
-                flags |= {flag: values for flag, values in _run_flags().items() if flag.startswith("--method.")}
+            if passed := getattr(module, "PASS_UNKNOWN", ()):
+                flags |= {flag: values for flag, values in _run_flags().items() if flag.startswith(passed)}
         else:
-            parser = None
-            flags = {**_run_flags(), "--help": None, "--help-all": None, "--config": ()}
+            parser = module.own_parser() if hasattr(module, "own_parser") else None
+            flags = {**_run_flags(), "--help": None, "--config": (), **(_flags(parser._actions) if parser else {})}
         positional = [action for action in parser._actions if not action.option_strings] if parser else []
         words = tuple(str(choice) for action in positional for choice in action.choices or ())
         found.append(Command(name, one_line_help(name), words, flags))

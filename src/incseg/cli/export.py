@@ -11,7 +11,7 @@ from incseg.inference import load
 from incseg.types import UserError
 
 HELP = "write a trained model as an ONNX file that runs without incseg: raw pixels in, decision out"
-PASS_UNKNOWN = True  # the method's own options are known only when the model is
+PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the model is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,13 +34,14 @@ _IN_THE_NAME = ("data.name", "task", "setting", "method.name", "seed")
 _STYLES = {"done": "green", "running": "bold", "waiting": "dim", "failed": "red"}
 _DESCRIPTION = """Runs every combination of the values given, each in a folder of its own under --out.
 
-Any setting of incseg train takes several values, separated by commas: --method evidential,mib --task 15-5,15-1
---setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. A value in brackets, a task of own groups
-(cat,dog/bird) and the name of a file stay whole. Steps that runs have in common are trained once (--reuse false
-trains them in every run).
+Any setting of incseg train takes several values, separated by commas: --method evidential,mib
+--task 15-5,15-1 --setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. A value
+in brackets, a task of own groups (cat,dog/bird) and the name of a file stay whole. Steps that
+runs have in common are trained once (--reuse false trains them in every run).
 
-The same command, here or on a machine that shares the disk, adds workers; after an interruption it goes on. With
---out alone it goes on with the runs that are in the folder. incseg sweep status DIR prints a table of them."""
+The same command, here or on a machine that shares the disk, adds workers; after an interruption
+it goes on. With --out alone it goes on with the runs that are in the folder. incseg sweep status
+DIR prints a table of them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,13 +78,13 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Job]]:
     """The command's own options, and the runs that the others describe; nothing is written."""
-    args, tokens = _parser().parse_known_args(argv)
+    args, tokens = own_parser().parse_known_args(argv)
     given = dict(_values_of_flags(tokens))
     blocks = [{**block, **given} for block in (_blocks_of_file(args.spec) if args.spec else [{}])]
     return args, list(jobs_of(blocks)) if args.spec or given else []
 
 
-def _parser() -> argparse.ArgumentParser:
+def own_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="incseg sweep",
         usage="incseg sweep --out DIR [--workers N] [--KEY VALUE[,VALUE…] …]\n       incseg sweep status DIR",
