@@ -1,0 +1,149 @@
+"""The page of a bench: NAME.json holds all figures; NAME.md and the plot are made of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from incseg.bench.measure import Section, Settings, Spread
+from incseg.engine.rundir import environment
+from incseg.files import read_json, replacing, write_json, write_text
+from incseg.report.writers import markdown_table
+
+_UNITS = {"milliseconds": "ms an image", "megabytes": "extra MB an image"}
+_INK = {"update": "#1f5a96", "prediction": "#b4521e"}
+
+
+def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings, order: Sequence[str]) -> None:
+    """Put a bench's sections into OUT.json, where those of other benches stay, and make the page anew."""
+    file = out.with_name(out.name + ".json")
+    benches: dict[str, Any] = read_json(file) if file.exists() else {}
+    benches[bench] = {
+        "made": {
+            **environment(),
+            "command": _command(bench, settings),
+            "cpu": _cpu(),
+            "load": _load(),
+            "quick": settings.quick,
+            "threads": settings.threads,
+            "repeats": settings.repeats,
+        },
+        "sections": [section.as_dict() for section in sections],
+    }
+    benches = {name: benches[name] for name in order if name in benches}
+    write_json(file, benches)
+    pictures = _draw(benches["growth"]["sections"], out) if "growth" in benches else []
+    write_text(out.with_name(out.name + ".md"), _page(benches, pictures))
+
+
+def _page(benches: Mapping[str, Any], pictures: Sequence[str]) -> str:
+    aims = [(s, aim) for bench in benches.values() for s in bench["sections"] for aim in s["aims"]]
+    missed = [
+        f"- {section['title']}: {_aim(aim)[0]}, measured {_aim(aim)[2]}" for section, aim in aims if not aim["met"]
+    ]
+    lines = [
+        "# Speed and memory",
+        "",
+        f"{len(aims) - len(missed)} of {len(aims)} aims met." + (" Not met:" if missed else ""),
+        *([""] if missed else []),
+        *missed,
+        "",
+        "Figures are medians over the rounds, with the lowest and the highest; all candidates take their turn in every "
+        "round, ratios are taken within a round.",
+    ]
+    for name, bench in benches.items():
+        for section in bench["sections"]:
+            lines += ["", *_section(section)]
+            if name == "growth" and section is bench["sections"][-1]:
+                lines += [
+                    "",
+                    *(f"![Time and memory of an image]({file})" for file in pictures if file.endswith(".png")),
+                ]
+            lines += ["", _made(bench["made"])]
+    return "\n".join(lines) + "\n"
+
+
+def _section(section: Mapping[str, Any]) -> list[str]:
+    lines = [f"## {section['title']}", "", *markdown_table(section["heading"], section["rows"])]
+    if section["aims"]:
+        lines += ["", *markdown_table(["aim", "", "measured", "met"], [_aim(aim) for aim in section["aims"]], left=1)]
+    return [*lines, *(line for note in section["notes"] for line in ("", note))]
+
+
+def _aim(aim: Mapping[str, Any]) -> list[str]:
+    limit = f"{aim['kind']} {aim['limit']:.3g}"
+    return [aim["what"], limit, Spread(**aim["measured"]).text(), "yes" if aim["met"] else "**no**"]
+
+
+def _made(made: Mapping[str, Any]) -> str:
+    quick = "QUICK SIZES, which show only that the bench works. " if made["quick"] else ""
+    return (
+        f"{quick}Command: `{made['command']}`; commit {made['commit']}; {made['cpu']}, {made['cpus']} cores, "
+        f"load {made['load']:.1f}, torch {made['torch']}, {made['threads']} thread(s), {made['repeats']} rounds."
+    )
+
+
+def _command(bench: str, settings: Settings) -> str:
+    """What makes this bench again, wherever its dataset lies."""
+    flags = ["--quick"] * settings.quick + ["--root VOC2012"] * bool(settings.root and bench == "cache")
+    return " ".join(["incseg bench", bench, *flags, f"--threads {settings.threads} --repeats {settings.repeats}"])
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
+
+
+def _load() -> float:
+    """What other work there was: the mean number of running processes, the bench's own among them."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _draw(sections: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
+    """Time above and memory below against each axis, both logarithmic; returns the names of the files."""
+    with plt.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "bench"}
+    ):
+        figure, grid = plt.subplots(
+            2, len(sections), figsize=(3.1 * len(sections), 5), layout="constrained", squeeze=False
+        )
+        for column, section in enumerate(sections):
+            for row, unit in enumerate(_UNITS):
+                _panel(grid[row, column], section["figures"], unit)
+        for row, words in enumerate(_UNITS.values()):
+            grid[row, 0].set_ylabel(words)
+        grid[0, 0].legend(frameon=False)
+        files = []
+        for suffix in ("png", "svg"):
+            file = out.with_name(f"{out.name}-growth.{suffix}")
+            with replacing(file) as temporary:
+                figure.savefig(temporary, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+            files.append(file.name)
+        plt.close(figure)
+    return files
+
+
+def _panel(axes: Axes, figures: Mapping[str, Any], unit: str) -> None:
+    for work, points in figures["per_image"].items():
+        x = [int(value) for value in points]
+        spreads = [Spread(**point[unit]) for point in points.values()]
+        axes.plot(x, [s.median for s in spreads], "o-", color=_INK[work], label=work, markersize=4)
+        axes.fill_between(
+            x, [s.low for s in spreads], [s.high for s in spreads], color=_INK[work], alpha=0.15, linewidth=0
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(x, [str(value) for value in x])
+    axes.minorticks_off()
+    axes.set_xlabel(figures["title"])
