@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -58,22 +59,23 @@ def _loading(source: Folder, step: Step, settings: Settings) -> Section:
     choices = settings.pick(sorted({0, 1, 2, 4, default}), [0, default])
     amount = batch * updates
 
-    def train_on(inputs: Inputs) -> None:
-        model.zero_grad(set_to_none=True)
-        model(inputs).logits.square().mean().backward()
+    def train_on(batches: Iterable[Inputs]) -> None:
+        for inputs in batches:
+            model.zero_grad(set_to_none=True)
+            model(inputs).logits.square().mean().backward()
 
     def decode() -> float:
         return amount / seconds(lambda: [view[0, i % len(view)] for i in range(amount)])
 
     def network() -> float:
-        return amount / seconds(lambda: [train_on(kept) for _ in range(updates)])
+        return amount / seconds(lambda: train_on([kept] * updates))
 
     def both(workers: int) -> float:
         plain = TestTransform(size)
         feed = PixelFeed([images], (), 0, source, "val", transform, plain, plain, 1, workers, 0, False)
         loaded = feed.training(step, EpochOrder(len(images), batch, 1000, (0,)))
         next(loaded)  # the loader's start is not counted
-        return amount / seconds(lambda: [train_on(inputs) for inputs, _, _ in islice(loaded, updates)])
+        return amount / seconds(lambda: train_on(inputs for inputs, _, _ in islice(loaded, updates)))
 
     found = in_turn(
         {"decode and augment, one process": decode, "network alone, forward and backward": network}

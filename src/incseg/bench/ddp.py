@@ -32,10 +32,11 @@ class CountingRuntime(Runtime):
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = super().wrap(model)
         if isinstance(wrapped, DistributedDataParallel):
-            wrapped.register_comm_hook(None, self._count)
+            # torch checks annotations of a hook, and does not read those that are strings
+            wrapped.register_comm_hook(dist.group.WORLD, lambda group, bucket: self._count(group, bucket))
         return wrapped
 
-    def _count(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _count(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.sent += bucket.buffer().nbytes
         return allreduce_hook(group, bucket)
 
@@ -77,8 +78,8 @@ def run(settings: Settings) -> list[Section]:
                 Aim("bytes given an update, over those of the trained weights", "at most", 1.05, ratios(sent, weights)),
             ],
             notes=[
-                f"Second step of 15-5 by the trainer's loop, {network.backbone} at {size}², batches of {images} in all, gloo. "
-                "Beside the gradients go the label counts, the losses and two flags."
+                f"Second step of 15-5 by the trainer's loop, {network.backbone} at {size}², batches of {images} in "
+                "all, gloo. Beside the gradients go the label counts, the losses and two flags."
             ],
             figures=found,
         )

@@ -59,8 +59,12 @@ def run(settings: Settings) -> list[Section]:
 
 
 def measure(case: str, settings: Settings) -> Figures:
-    axis, value, work = case.split("/")
-    return cost(lambda size: prepare(axis, int(value), work, size), settings)
+    axis, value = case.split("/")
+    figures: Figures = {}
+    for work in reversed(WORK):  # the greater need of memory last
+        found = cost(lambda size, work=work: prepare(axis, int(value), work, size), settings)  # type: ignore[misc]
+        figures |= {f"{work} {figure}": amount for figure, amount in found.items()}
+    return figures
 
 
 def prepare(axis: str, value: int, work: str, settings: Settings) -> Callable[[], object]:
@@ -102,10 +106,10 @@ def _parts(total: int, count: int) -> list[int]:
 
 def _section(name: str, axis: Axis, settings: Settings) -> Section:
     values = settings.pick(axis.values, axis.quick)
-    found = fresh("growth", [f"{name}/{value}/{work}" for value in values for work in WORK], settings)
+    found = fresh("growth", [f"{name}/{value}" for value in values], settings)
 
     def of(value: int, work: str, figure: str) -> list[float]:
-        return [run[figure] / IMAGES for run in found[f"{name}/{value}/{work}"]]
+        return [run[f"{work} {figure}"] / IMAGES for run in found[f"{name}/{value}"]]
 
     per_image = {
         work: {
@@ -153,5 +157,5 @@ def _network_note(settings: Settings) -> str:
     side, classes = settings.pick(512, 32), settings.pick(150, 12)
     return (
         f"Where nothing else is said {classes} classes, a third of them new, at {side}²: the head of width "
-        f"{NETWORK.width} on kept features at a {STRIDE}th of the size, {IMAGES} images at once, every case in a fresh process."
+        f"{NETWORK.width} on kept features at a {STRIDE}th of the size, {IMAGES} images at once."
     )

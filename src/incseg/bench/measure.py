@@ -1,14 +1,8 @@
-"""The harness: rounds in which all candidates take their turn, ratios within a round, peak memory in fresh processes.
-
-    python -m incseg.bench.measure BENCH CASE SETTINGS
-
-runs one case in this process and prints its figures as JSON, on the last line.
-"""
+"""The harness: rounds in which all candidates take their turn, ratios within a round, memory in fresh processes."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import resource
 import statistics
@@ -21,9 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from incseg.engine.runtime import speaks
 from incseg.types import UserError
 
 Figures = dict[str, float]
@@ -134,11 +125,12 @@ def fresh(
 
 def _one_process(bench: str, case: str, settings: Settings, processes: int) -> Figures:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    module = ["-m", "incseg.bench.measure", bench, case, json.dumps(asdict(settings))]
+    module = ["-m", "incseg.bench", bench, case, json.dumps(asdict(settings))]
     command = [sys.executable, *(torchrun if processes > 1 else []), *module]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line]  # torchrun says more after it
+        reason = errors[-1] if errors else f"exit code {done.returncode}"
         raise UserError(f"bench {bench}, case {case} failed ({reason}); run it alone: incseg bench {bench}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -176,15 +168,3 @@ def _peak() -> int:
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def main(bench: str, case: str, settings: str) -> None:
-    chosen = Settings(**json.loads(settings))
-    torch.set_num_threads(chosen.threads)
-    figures = importlib.import_module(f"incseg.bench.{bench}").measure(case, chosen)
-    if speaks():
-        print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

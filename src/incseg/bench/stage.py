@@ -96,9 +96,8 @@ def second_step(
     own = images // runtime.world
     loaded: list[Loaded] = []
     for _ in range(2):
-        inputs: Inputs = torch.randn(own, 3, size, size)
-        if config.freeze_backbone:
-            inputs = model.read_by_head(model.encode(inputs))
+        pixels = torch.randn(own, 3, size, size)
+        inputs = model.read_by_head(model.encode(pixels)) if config.freeze_backbone else pixels
         loaded.append((inputs, made_up_labels(own, size, 15, 20), list(range(own))))
     feed = MemoryFeed([range(images * updates)] * 2, (), 0, loaded)
     reporter = Silent()
