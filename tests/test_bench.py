@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from incseg.bench.page import keep
 from incseg.bench.stage import QUICK_NETWORK, grown
 from incseg.cli import main
 from incseg.cli.bench import NAMES
+from incseg.types import UserError
 
 QUICK = Settings(quick=True, repeats=1)
 
@@ -63,18 +65,23 @@ def test_quick_benches_write_a_page(
     assert (tmp_path / "made" / "bench-growth.svg").exists()
 
 
-def test_two_processes_send_their_gradients_once() -> None:
+def test_two_processes_send_their_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = here("ddp", "one", QUICK, 1), measure._one_process("ddp", "two", QUICK, 2)
+    monkeypatch.setattr(measure, "_one_process", lambda bench, case, *rest: {"one": one, "two": two}[case])
     (section,) = BENCHES["ddp"](QUICK)
-    one, two = section.figures["one"][0], section.figures["two"][0]
+    assert section.aims[1].measured.median == two["sent"] / two["weights"]
     assert one["sent"] == 0
     assert one["weights"] == two["weights"]
     others = two["sent"] - two["weights"]
     assert 256 * 4 <= others <= 256 * 4 + 100, "the gradients once, label counts, three losses and flags"
 
 
-def test_a_fresh_process_that_fails_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"bench loss, case nothing failed \(.*unpack.*\); run it alone"):
-        measure._one_process("loss", "nothing", QUICK, 1)
+def test_a_fresh_process_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Traceback:\n  somewhere\nMemoryError: no room\n=====\n"
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
+    with pytest.raises(UserError, match=r"^bench loss, case x failed \(MemoryError: no room\); run it alone: .*$"):
+        measure._one_process("loss", "x", QUICK, 1)
 
 
 def test_aims_follow_from_the_figures() -> None:
