@@ -46,7 +46,7 @@ AXES = {
         (2, 10, 50),
         (2, 4),
         0,
-        "steps that taught 150 classes",
+        "steps, for as many classes",
         "not at all",
         "The last step is the same in all; the classifiers of all steps run as one convolution.",
     ),
@@ -149,7 +149,7 @@ def _section(name: str, axis: Axis, settings: Settings) -> Section:
         ],
         aims=aims,
         notes=[f"The work itself grows {axis.must}. {axis.note}".strip(), _network_note(settings)],
-        figures={"axis": name, "title": axis.title, "per_image": per_image, "runs": found},
+        figures={"axis": name, "title": axis.title, "exponent": axis.exponent, "per_image": per_image, "runs": found},
     )
 
 

@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from incseg.bench.measure import Section, Settings, Spread
 from incseg.engine.rundir import environment
@@ -106,19 +107,20 @@ def _load() -> float:
 
 
 def _draw(sections: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
-    """Time above and memory below against each axis, both logarithmic; returns the names of the files."""
-    with plt.rc_context(
-        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "bench"}
-    ):
+    """Time above and memory below against each axis, all logarithmic; returns the names of the files."""
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "bench"}
+    count = len(sections)
+    with plt.rc_context(style):
         figure, grid = plt.subplots(
-            2, len(sections), figsize=(3.1 * len(sections), 5), layout="constrained", squeeze=False
+            2, count, figsize=(3.1 * count, 5), layout="constrained", squeeze=False, sharex="col", sharey="row"
         )
         for column, section in enumerate(sections):
             for row, unit in enumerate(_UNITS):
                 _panel(grid[row, column], section["figures"], unit)
+            grid[1, column].set_xlabel(section["figures"]["title"])
         for row, words in enumerate(_UNITS.values()):
             grid[row, 0].set_ylabel(words)
-        grid[0, 0].legend(frameon=False)
+        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
         files = []
         for suffix in ("png", "svg"):
             file = out.with_name(f"{out.name}-growth.{suffix}")
@@ -133,12 +135,15 @@ def _panel(axes: Axes, figures: Mapping[str, Any], unit: str) -> None:
     for work, points in figures["per_image"].items():
         x = [int(value) for value in points]
         spreads = [Spread(**point[unit]) for point in points.values()]
-        axes.plot(x, [s.median for s in spreads], "o-", color=_INK[work], label=work, markersize=4)
-        axes.fill_between(
-            x, [s.low for s in spreads], [s.high for s in spreads], color=_INK[work], alpha=0.15, linewidth=0
-        )
+        middle = [spread.median for spread in spreads]
+        axes.plot(x, middle, "o-", color=_INK[work], label=work, markersize=4)
+        ends = [spread.low for spread in spreads], [spread.high for spread in spreads]
+        axes.fill_between(x, *ends, color=_INK[work], alpha=0.15, linewidth=0)
+        # through the last point: constant costs lift the first ones above it
+        must = [middle[-1] * (value / x[-1]) ** figures["exponent"] for value in x]
+        axes.plot(x, must, ":", color=_INK[work], linewidth=1, label="growth of the work itself" * (work == "update"))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(x, [str(value) for value in x])
-    axes.minorticks_off()
-    axes.set_xlabel(figures["title"])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -150,7 +150,7 @@ def _run_strips(
     student_up = _Upsampler(logits, (height, width))
     teacher_up = _Upsampler(teacher, (height, width)) if teacher is not None else None
     wide_gradient = torch.zeros_like(student_up.wide) if with_gradient else None
-    rows = _rows_per_strip(logits, width) // (1 if closed else 2) or 1  # autograd holds more of a strip
+    rows = _rows_per_strip(logits, width)
     sums: Tensor | None = None
     for start in range(0, height, rows):
         stop = min(start + rows, height)
