@@ -240,9 +240,8 @@ class Trainer:
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
         """Train the step, or the rest of it; Ctrl-C saves it first."""
         epochs, base_lr, _ = self.train.for_step(step.index)
-        wrapped = self.runtime.wrap(self.model)
-        if self.train.uses("compile"):
-            wrapped = torch.compile(wrapped)  # type: ignore[assignment]
+        compiled = self.train.uses("compile")
+        wrapped = self.runtime.wrap(torch.compile(self.model) if compiled else self.model)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(
             [p for p in self.model.parameters() if p.requires_grad],
             base_lr,
