@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from incseg.bench.measure import Section, Settings, Spread
 from incseg.engine.rundir import environment
-from incseg.files import read_json, replacing, write_json, write_text
+from incseg.files import read_json, write_json, write_text
+from incseg.report import style
+from incseg.report.style import BLUE, VERMILION, WIDTH, new_figure, styled
 from incseg.report.writers import markdown_table
 
 _UNITS = {"milliseconds": "ms an image", "megabytes": "extra MB an image"}
-_INK = {"update": "#1f5a96", "prediction": "#b4521e"}
+_COLOURS = {"update": BLUE, "prediction": VERMILION}
 
 
 def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings, order: Sequence[str]) -> None:
@@ -41,11 +40,13 @@ def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings,
     }
     benches = {name: benches[name] for name in order if name in benches}
     write_json(file, benches)
-    pictures = _draw(benches["growth"]["sections"], out) if "growth" in benches else []
-    write_text(out.with_name(out.name + ".md"), _page(benches, pictures))
+    plot = f"{out.name}-growth"
+    if "growth" in benches:
+        style.keep(_growth(benches["growth"]["sections"]), out.parent, plot, "Time and memory of an image")
+    write_text(out.with_name(out.name + ".md"), _page(benches, plot))
 
 
-def _page(benches: Mapping[str, Any], pictures: Sequence[str]) -> str:
+def _page(benches: Mapping[str, Any], plot: str) -> str:
     aims = [(s, aim) for bench in benches.values() for s in bench["sections"] for aim in s["aims"]]
     missed = [f"- {s['title']}: {', '.join(_aim(aim)[:3])} measured" for s, aim in aims if not aim["met"]]
     lines = [
@@ -62,7 +63,7 @@ def _page(benches: Mapping[str, Any], pictures: Sequence[str]) -> str:
         for section in bench["sections"]:
             lines += ["", *_section(section)]
             if name == "growth" and section is bench["sections"][-1]:
-                lines += ["", f"![Time and memory of an image]({pictures[0]})"]
+                lines += ["", f"![Time and memory of an image]({plot}.png)"]
             lines += ["", _made(bench["made"])]
     return "\n".join(lines) + "\n"
 
@@ -106,29 +107,20 @@ def _load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def _draw(sections: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
-    """Time above and memory below against each axis, all logarithmic; returns the names of the files."""
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "bench"}
-    count = len(sections)
-    with plt.rc_context(style):
-        figure, grid = plt.subplots(
-            2, count, figsize=(3.1 * count, 5), layout="constrained", squeeze=False, sharex="col", sharey="row"
-        )
-        for column, section in enumerate(sections):
-            for row, unit in enumerate(_UNITS):
-                _panel(grid[row, column], section["figures"], unit)
-            grid[1, column].set_xlabel(section["figures"]["title"])
-        for row, words in enumerate(_UNITS.values()):
-            grid[row, 0].set_ylabel(words)
-        figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
-        files = []
-        for suffix in ("png", "svg"):
-            file = out.with_name(f"{out.name}-growth.{suffix}")
-            with replacing(file) as temporary:
-                figure.savefig(temporary, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
-            files.append(file.name)
-        plt.close(figure)
-    return files
+@styled
+def _growth(sections: Sequence[Mapping[str, Any]]) -> Figure:
+    """Time above and memory below against each axis, all logarithmic."""
+    figure = new_figure(WIDTH, 5.5)
+    figure.set_layout_engine("constrained")
+    grid = figure.subplots(2, len(sections), squeeze=False, sharex="col", sharey="row")
+    for column, section in enumerate(sections):
+        for row, unit in enumerate(_UNITS):
+            _panel(grid[row, column], section["figures"], unit)
+        grid[1, column].set_xlabel(section["figures"]["title"])
+    for row, words in enumerate(_UNITS.values()):
+        grid[row, 0].set_ylabel(words)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
 
 
 def _panel(axes: Axes, figures: Mapping[str, Any], unit: str) -> None:
@@ -136,12 +128,12 @@ def _panel(axes: Axes, figures: Mapping[str, Any], unit: str) -> None:
         x = [int(value) for value in points]
         spreads = [Spread(**point[unit]) for point in points.values()]
         middle = [spread.median for spread in spreads]
-        axes.plot(x, middle, "o-", color=_INK[work], label=work, markersize=4)
+        axes.plot(x, middle, "o-", color=_COLOURS[work], label=work, markersize=4)
         ends = [spread.low for spread in spreads], [spread.high for spread in spreads]
-        axes.fill_between(x, *ends, color=_INK[work], alpha=0.15, linewidth=0)
+        axes.fill_between(x, *ends, color=_COLOURS[work], alpha=0.15, linewidth=0)
         # through the last point: constant costs lift the first ones above it
         must = [middle[-1] * (value / x[-1]) ** figures["exponent"] for value in x]
-        axes.plot(x, must, ":", color=_INK[work], linewidth=1, label="growth of the work itself" * (work == "update"))
+        axes.plot(x, must, ":", color=_COLOURS[work], linewidth=1, label=f"what {work} must grow by")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(x, [str(value) for value in x])
