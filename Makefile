@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+BENCH := .venv-bench
 RUNS ?= runs/voc-laptop
 
-.PHONY: demo test lint setup clean results results-shapes
+.PHONY: demo test lint setup clean results results-shapes bench
 
 demo: setup
 	$(BIN)/incseg train --data shapes --out runs/demo
@@ -28,7 +29,15 @@ results: setup
 
 results-shapes: setup
 	$(BIN)/python scripts/compare_shapes.py
-	$(BIN)/python scripts/loss_memory.py
+
+# speed and memory against their aims, on a quiet machine; what it compares with stays in an environment of its own
+bench: $(BENCH)/.installed
+	$(BENCH)/bin/incseg bench
+
+$(BENCH)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	touch $@
 
 setup: $(READY)
 
@@ -38,4 +47,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) .pytest_cache .mypy_cache .ruff_cache .hypothesis

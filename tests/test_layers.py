@@ -16,7 +16,7 @@ ROOT = Path(incseg.__file__).parent
 ROWS = (
     ("__main__",),
     ("cli",),
-    ("demo", "export", "gallery"),
+    ("bench", "demo", "export", "gallery"),
     ("experiment", "presets", "inference", "report"),
     ("engine",),
     ("methods",),

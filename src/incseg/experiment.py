@@ -432,7 +432,10 @@ def _recipe(
 def _training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, Any]:
     """The part of a step's recipe that the settings of training and method decide."""
     of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "fusion", "workers", "checkpoint_seconds"}
-    training = {key: value for key, value in config.as_dict()["train"].items() if key not in (*of_step, "accumulate")}
+    newer = ("accumulate", "fast")  # named where they are set, so that steps kept before there were such settings count
+    training = {key: value for key, value in config.as_dict()["train"].items() if key not in (*of_step, *newer)}
+    if config.train.fast:
+        training["fast"] = config.train.fast
     if (config.train.accumulate or 1) > 1:  # batch norms see micro-batches
         training["accumulate"] = config.train.accumulate
     if config.train.fusion and step:

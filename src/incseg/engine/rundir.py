@@ -160,20 +160,7 @@ class RunDir:
             )
 
     def write_environment(self, runtime: dict[str, object]) -> None:
-        write_json(
-            self.environment,
-            {
-                "incseg": incseg.__version__,
-                "commit": _commit(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "platform": platform.platform(),
-                "cpus": os.cpu_count(),
-                "command": _command(),
-                **runtime,
-            },
-        )
+        write_json(self.environment, {**environment(), **runtime})
 
     def row_digest(self, step: int) -> str:
         """Changes when the step was learnt anew: its row tells the seconds."""
@@ -220,6 +207,20 @@ def model_file(path: Path, step: int | None = None) -> Path:
     if step is not None and step not in done:
         raise UserError(f"'{path}' has no finished step {step}; choose from {done[0]} to {done[-1]}")
     return run.model(done[-1] if step is None else step)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit, machine and command: what a figure needs beside it."""
+    return {
+        "incseg": incseg.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "command": _command(),
+    }
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ LIMIT = 40.0
 
 def fits(*scores: Tensor) -> bool:
     """Whether evidence of these scores neither overflows nor vanishes."""
-    ends = [end for z in scores if z.numel() for end in torch.aminmax(z)]
+    ends = [end for z in scores if z.numel() for end in torch.aminmax(z.detach())]
     return all(-LIMIT <= float(end) <= LIMIT for end in ends)
 
 
@@ -98,8 +98,9 @@ def distillation_with_gradient(
     total = e.sum(1)
     strength = total + size
     log_strength = (total / size).log1p_() + math.log(size)
-    foreground = log_strength.sum() - e.log1p().mul_(wanted).sum()
+    alpha = e.add_(1)
+    foreground = log_strength.sum() - torch.dot(alpha.log().flatten(), wanted.flatten())
     uncertainty = (log_strength - (1 - certainty) * math.log(size) - certainty * total.log()).sum()
     factor = (foreground_scale + uncertainty_scale) / strength - uncertainty_scale * certainty / total
-    gradient = wanted.div_(e.add_(1)).mul_(-foreground_scale).add_(factor.unsqueeze(1)).mul_(slope)
+    gradient = wanted.div_(alpha).mul_(-foreground_scale).add_(factor.unsqueeze(1)).mul_(slope)
     return foreground_scale * foreground, uncertainty_scale * uncertainty, gradient

@@ -14,8 +14,9 @@ Shapes: classes are dimension 1, everything else is free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -328,6 +329,18 @@ def balanced_log_probabilities(
     return _log_probabilities(Dirichlet.of(balance(logits, sizes, mode, rectifier)))
 
 
+def _scaled_parts(logits: Tensor, sizes: Sequence[int], mode: Balancing) -> Iterator[tuple[int, float, Tensor]]:
+    """(classes, constant, scores) of neighbouring increments whose evidence has the same constant, taken as one.
+
+    So that fifty steps of equal size are decided between in the time of one.
+    """
+    total = sum(sizes)
+    scaled = groupby(sizes, key=lambda size: total / size if mode == "ratio" else 1.0)
+    parts = [(sum(alike), scale) for scale, alike in scaled]
+    for (size, scale), part in zip(parts, logits.split([size for size, _ in parts], 1), strict=True):
+        yield size, scale, part
+
+
 def evidential_probabilities(
     logits: Tensor, sizes: Sequence[int], mode: Balancing, rectifier: Rectifier = "exp_sigmoid"
 ) -> Tensor:
@@ -341,8 +354,7 @@ def evidential_probabilities(
         return balanced_log_probabilities(logits, sizes, mode, rectifier).exp()
     total, first = sum(sizes), 1
     result = logits.new_empty(logits.shape[0], total + 1, *logits.shape[2:])
-    for size, part in zip(sizes, logits.split(list(sizes), 1), strict=True):
-        scale = total / size if mode == "ratio" else 1.0
+    for size, scale, part in _scaled_parts(logits, sizes, mode):
         result[:, first : first + size] = _RECTIFIERS[rectifier](part).mul_(scale)
         first += size
     evidence = result[:, 1:].sum(1)
@@ -368,8 +380,7 @@ def evidential_labels(
     require_known("balancing of a constant factor", mode, ("none", "ratio"))
     total = sum(sizes)
     first, best, best_label, evidence = 1, None, None, None
-    for size, part in zip(sizes, logits.split(list(sizes), 1), strict=True):
-        scale = total / size if mode == "ratio" else 1.0
+    for size, scale, part in _scaled_parts(logits, sizes, mode):
         score, index = part.max(1)
         strength = log_evidence(score, rectifier) + math.log(scale)
         summed = _RECTIFIERS[rectifier](part).sum(1) * scale

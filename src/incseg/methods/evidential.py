@@ -159,22 +159,25 @@ class Evidential(Method):
         def closed(
             logits: Tensor, labels: Tensor, teacher_logits: Tensor | None
         ) -> tuple[dict[str, Tensor], Tensor] | None:
-            if not fits(logits) or (teacher_logits is not None and not fits(teacher_logits)):
+            if not (all_fit or fits(logits, *([] if teacher_logits is None else [teacher_logits]))):
                 return None
             new, gradient = cross_entropy_with_gradient(
                 logits[:, skipped:], shifted(labels, skipped), config.rectifier, foreground_scale, background_scale
             )
-            terms = {"new": new}
-            if skipped:  # old scores get no gradient of L_new
-                gradient = F.pad(gradient, (0, 0, 0, 0, skipped, 0))
-            if teacher_logits is not None and distills:
-                terms["kd_fg"], terms["kd_u"], of_old = distillation_with_gradient(
-                    logits[:, :num_old], teacher_logits, config.rectifier, kd_scale / fg_divisor, kd_scale
-                )
+            if teacher_logits is None or not distills:
+                return {"new": new}, F.pad(gradient, (0, 0, 0, 0, skipped, 0)) if skipped else gradient
+            kd_fg, kd_u, of_old = distillation_with_gradient(
+                logits[:, :num_old], teacher_logits, config.rectifier, kd_scale / fg_divisor, kd_scale
+            )
+            if skipped:
+                gradient = torch.cat([of_old, gradient], dim=1)
+            else:
                 gradient[:, :num_old] += of_old
-            return terms, gradient
+            return {"new": new, "kd_fg": kd_fg, "kd_u": kd_u}, gradient
 
         asked = distills or config.pseudo_labels is not None
+        # upsampled scores lie between those of the network, so that most often one look is enough for all strips
+        all_fit = fits(out.logits, *([teacher.logits] if teacher and asked else []))
         terms = pixelwise(
             strip,
             out.logits,

@@ -1,0 +1,78 @@
+"""What saves time on a GPU gives the same values on a CPU, up to their last digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import quiet, rows_of, small_config
+from torch import nn
+
+from incseg.cli.settings import parse_run
+from incseg.engine.rundir import RunDir
+from incseg.engine.trainer import Fast
+from incseg.experiment import RunConfig, train
+from incseg.files import read_tensors
+from incseg.types import UserError
+
+
+def assert_alike(one: RunConfig, other: RunConfig) -> None:
+    for step, (row, found_row) in enumerate(zip(rows_of(one.folder), rows_of(other.folder), strict=True)):
+        assert found_row["losses"] == pytest.approx(row["losses"], rel=1e-4)
+        usual, found = (read_tensors(RunDir(config.folder).model(step))[0] for config in (one, other))
+        assert usual.keys() == found.keys()
+        for name, tensor in usual.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_channels_last_and_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool | None]] = []
+    step = torch.optim.SGD.step
+
+    def spied(self: torch.optim.SGD, *arguments: object) -> object:
+        group = self.param_groups[0]
+        kernels = [p for p in group["params"] if p.ndim == 4 and p.shape[-1] > 1]
+        seen.append((all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels), group["fused"]))
+        return step(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spied)
+    ways: tuple[Fast, ...] = ("channels_last", "fused")
+    plain, fast = (
+        small_config(tmp_path / name, task="8-2", train={"epochs": 1, "fast": chosen})
+        for name, chosen in (("plain", None), ("fast", ways))
+    )
+    train(plain, quiet)
+    assert set(seen) == {(False, None)}
+    seen.clear()
+    train(fast, quiet)
+    assert set(seen) == {(True, True)}
+    assert_alike(plain, fast)
+
+
+def test_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own kernels: those for this processor would take a minute to build."""
+    compiled: list[nn.Module] = []
+    by_torch = torch.compile
+
+    def spied(model: nn.Module) -> object:
+        compiled.append(model)
+        return by_torch(model, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", spied)
+    plain, fast = (
+        small_config(tmp_path / name, setting="joint", data={"train_size": 8}, train={"epochs": 1, "fast": chosen})
+        for name, chosen in (("plain", None), ("fast", ("compile",)))
+    )
+    train(plain, quiet)
+    assert compiled == []
+    train(fast, quiet)
+    assert len(compiled) == 1
+    assert_alike(plain, fast)
+
+
+def test_fast_is_a_flag() -> None:
+    assert parse_run("incseg train", "", ["--train.fast", "[fused,compile]"]).train.fast == ("fused", "compile")
+    assert parse_run("incseg train", "", []).train.fast is None
+    with pytest.raises(UserError, match=r"train\.fast"):
+        parse_run("incseg train", "", ["--train.fast", "[quick]"])
