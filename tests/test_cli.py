@@ -96,7 +96,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "expected"),
     [
         (["trian"], "did you mean 'train'?"),
-        (["xyz"], "Allowed: train, eval"),
+        (["xyz"], "Allowed: train, sweep, eval"),
         (["train", "--train.bach_size", "4"], "did you mean --train.batch_size?"),
         (["train", "--epochs", "4"], "did you mean --train.epochs?"),
         (["train", "stray"], "unknown argument 'stray'"),

@@ -357,7 +357,7 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
 def test_a_method_from_outside_has_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(OUTSIDE_SOURCE.strip().splitlines()) <= 40
     with pytest.raises(SystemExit) as ended:
-        main(["train", "--method", OUTSIDE, "--help"])
+        main(["train", "--method", OUTSIDE, "--help-all"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "--method.temperature" in shown
