@@ -412,6 +412,8 @@ def test_a_real_run_is_shown_in_pictures(trained: Path, tmp_path: Path) -> None:
     names = {path.stem.removeprefix("shapes_6-4_overlapped-") for path in (tmp_path / "figures").glob("*.png")}
     assert {"reliability", "unknown", "probabilities", "methods", "curves"} <= names
     assert any(name.startswith("steps-") for name in names)
+    for drawing in (tmp_path / "figures").glob("*.svg"):
+        assert "mathdefault" not in drawing.read_text(), drawing.name  # ticks are text, not mathematics
     assert "evidential above, finetune, the best of the others by All, below" in text
     assert re.search(r"From above: .*hardest[^:]*: val_\d+", text)
 

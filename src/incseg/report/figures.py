@@ -371,6 +371,8 @@ def reliability(by_method: dict[str, tuple[int, Reliability]]) -> Figure:
     above.set_xlim(0, 1.02)
     below.set_ylabel("% of pixels")
     below.set_yscale("log")
+    below.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no mathematics in labels: a class may be named $x$
+    below.yaxis.set_minor_formatter("")
     below.set_xlabel("probability of the predicted label")
     figure.legend(loc="outside lower left")
     figure.set_layout_engine("constrained")
