@@ -6,7 +6,7 @@ READY := $(VENV)/.installed
 BENCH := .venv-bench
 RUNS ?= runs/voc-laptop
 
-.PHONY: demo test lint setup clean results results-shapes bench
+.PHONY: demo test lint setup clean results results-shapes bench torture
 
 demo: setup
 	$(BIN)/incseg train --data shapes --out runs/demo
@@ -38,6 +38,10 @@ $(BENCH)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	touch $@
+
+# every fault that we know how to cause, counted in results/torture.md; a short form of it is among the tests
+torture: setup
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/torture.py
 
 setup: $(READY)
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def test_killed_between_the_model_and_its_row(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     config = small_config(tmp_path / "run")
-    write = trainer_module.write_json
+    write = trainer_module.write_record
 
     def killed(path: Path, value: Any) -> None:
         if path == RunDir(config.folder).row(step):
@@ -139,7 +140,7 @@ def test_killed_between_the_model_and_its_row(
         write(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "write_json", killed)
+        patch.setattr(trainer_module, "write_record", killed)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     assert RunDir(config.folder).model(step).exists()
@@ -338,13 +339,19 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         run(small_config(tmp_path / "file" / "run"))
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda content: b"torn", lambda content: content[:-9] + b"one weight"[-9:]])
+def test_a_damaged_checkpoint_is_named_and_the_step_begins_again(
+    finished: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     config = small_config(tmp_path / "run", train={"checkpoint_seconds": 0.0})
     with pytest.raises(KeyboardInterrupt):
         run(config, lambda: Interrupting("step 0/2", 3))
-    RunDir(config.folder).checkpoint.write_bytes(b"torn")
-    with pytest.raises(UserError, match=r"checkpoint\.safetensors cannot be read .*; delete it"):
-        run(config)
+    checkpoint = RunDir(config.folder).checkpoint
+    checkpoint.write_bytes(damage(checkpoint.read_bytes()))
+    screen = quiet()
+    run(config, lambda: screen)
+    assert re.search(r"checkpoint\.safetensors is damaged \(.*\); step 0 begins again", screen.console.file.getvalue())  # type: ignore[attr-defined]
+    assert_same_run(finished, config.folder)
 
 
 def test_a_faulty_image_stops_with_its_name_from_any_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +428,7 @@ def test_the_run_folder_holds_what_it_says(finished: Path) -> None:
 def test_results_and_protocol(finished: Path) -> None:
     results = json.loads(RunDir(finished).results.read_text())
     rows = RunDir(finished).rows()
-    assert results.keys() == {"final", "steps", "rules", "seconds"}
+    assert results.keys() == {"final", "steps", "rules", "seconds", "checksum"}
     assert results["final"].keys() == {"base", "new", "all", "inc", "avg", "iou"}
     assert results["steps"] == rows
     assert results["final"]["iou"] == rows[-1]["iou"]

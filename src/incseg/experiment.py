@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -467,18 +468,45 @@ def job_of(config: RunConfig, name: str) -> Job:
 def load_run_config(folder: Path) -> RunConfig:
     """The configuration a run was made with."""
     values = read_config(RunDir(folder).config)
+    groups = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
     try:
-        return RunConfig(
-            **{
-                **values,
-                "data": DataConfig(**values["data"]),
-                "model": ModelConfig(**values["model"]),
-                "train": TrainConfig(**values["train"]),
-                "eval": EvalConfig(**values["eval"]),
-            }
-        )
+        for name, kind in groups.items():
+            _require_types(kind, values[name])
+        _require_types(RunConfig, {key: value for key, value in values.items() if key not in groups})
+        if not isinstance(values["method"]["name"], str):
+            raise TypeError("its method has no name")
+        return RunConfig(**{**values, **{name: kind(**values[name]) for name, kind in groups.items()}})
+    except UserError as error:
+        raise UserError(f"{folder}/config.yaml: {error}") from error
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder}/config.yaml does not fit this version of incseg ({error})") from error
+
+
+def _require_types(kind: type, values: dict[str, Any]) -> None:
+    """A file that someone edited, or another version wrote, may hold anything."""
+    if not isinstance(values, dict):
+        raise TypeError(f"it has {values!r} in place of settings")
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if name in hints and not _is_a(value, hints[name]):
+            raise TypeError(f"'{name}' holds {value!r}")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML, which has lists only, can stand where a dataclass says this."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_is_a(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        kinds = parts[:1] * len(value) if isinstance(value, list) and parts[-1] is ... else parts
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
 
 
 def evaluate(
@@ -504,8 +532,13 @@ def evaluate(
             setup = Setup.of(config, method, reporter)
             state, _ = read_tensors(run.state(index))
             method.load_state({name: tensor.to(runtime.device) for name, tensor in state.items()})
-            step = setup.protocol.steps[index]
             model, _ = load_segmenter(run.model(index), runtime.device)
+            step = setup.protocol.steps[min(index, len(setup.protocol.steps) - 1)]
+            if index != step.index or model.num_classes != len(step.seen):
+                raise UserError(
+                    f"{run.model(index)} knows {model.num_classes} classes, which is not step {index} of task "
+                    f"'{config.task}' in {run.config}; restore the configuration that it was trained with"
+                )
             feed = setup.feed(config, model, runtime, reporter, train=False)
             evaluator = setup.evaluator(feed, config.eval, runtime, reporter)
             counts = evaluator.count(model, method, step)

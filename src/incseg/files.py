@@ -6,18 +6,25 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import platformdirs
+import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from incseg.types import UserError
+
+_CHECKSUM = "checksum"
+"""Kept inside our files, so that a bit that turns on the disk is found out; files without one are read all the same."""
 
 
 def cache_path(kind: str) -> Path:
@@ -25,6 +32,9 @@ def cache_path(kind: str) -> Path:
     chosen = os.environ.get("INCSEG_CACHE")
     root = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("incseg", appauthor=False)
     return root / kind
+
+
+_MADE_AGAIN = "delete it, and the run's own command makes it again"
 
 
 @contextlib.contextmanager
@@ -60,8 +70,65 @@ def read_json(path: Path) -> Any:
         raise UserError(
             f"{path} is missing; the run did not get that far, start it again with its own command"
         ) from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete it, and the run's own command makes it again") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}); {_MADE_AGAIN}") from error
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """`write_json` with a checksum."""
+    write_json(path, {**record, _CHECKSUM: _json_checksum(record)})
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What `write_record` wrote."""
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise UserError(f"{path} is damaged (it holds no record); {_MADE_AGAIN}")
+    if record.pop(_CHECKSUM, None) not in (None, _json_checksum(record)):
+        raise UserError(f"{path} is damaged (its checksum does not fit); {_MADE_AGAIN}")
+    return record
+
+
+def _json_checksum(record: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
+
+
+def read_yaml(path: Path) -> Any:
+    """A file of settings as plain values; a YAMLError where it is none."""
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except (ValueError, RecursionError) as error:  # bytes that are no text, numbers and nesting that know no measure
+        raise yaml.YAMLError(str(error)) from error
+    _require_plain(value, path)
+    return value
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: a few lines of them can stand for more than any memory holds, or for themselves."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases, write the values out")
+        return super().compose_node(parent, index)
+
+
+def _require_plain(value: Any, path: Path, name: str = "") -> None:
+    """Refuse what no setting can be: dates, sets, bytes, names that are numbers, and text that is no name of a file."""
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise UserError(f"{path}: unknown setting '{odd[0]}'; names are text, so put it in quotes if it is one")
+        for key, item in value.items():
+            _require_plain(item, path, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for item in value:
+            _require_plain(item, path, name)
+    elif isinstance(value, str):
+        if "\0" in value or re.search("[\ud800-\udfff]", value):
+            raise UserError(f"{path}: '{name}' holds {value!r}, with characters that no setting has; take them out")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{path}: '{name}' holds a number of {value.bit_length()} bits; give a smaller one")
+    elif not isinstance(value, int | float | None):
+        raise UserError(f"{path}: '{name}' holds a {type(value).__name__}; write text in quotes")
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
@@ -74,21 +141,37 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         # views of one storage cannot be stored twice, and safetensors wants them dense
         dense = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         try:
-            # safetensors writes an unreadable file for no tensors with empty metadata
-            save_file(dense, temporary, metadata or None)
+            save_file(dense, temporary, {**metadata, _CHECKSUM: _tensors_checksum(dense, metadata)})
         except SafetensorError as error:  # its way to say that the disk is full
             raise OSError(f"cannot write {path} ({error})") from error
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        return load_tensors(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path} cannot be read ({error}); delete it, and row.json if there is one beside it, and the run's own "
             "command makes both again"
         ) from error
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata; a SafetensorError where the file is not what was written."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = dict(file.metadata() or {})
+    if metadata.pop(_CHECKSUM, None) not in (None, _tensors_checksum(tensors, metadata)):
+        raise SafetensorError("its checksum does not fit")
+    return tensors, metadata
+
+
+def _tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    checksum = zlib.crc32(json.dumps(sorted(metadata.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
+    return f"{checksum:08x}"
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -204,13 +204,23 @@ def load(
         if not device.startswith(("auto", "cpu")):
             raise UserError(f"device is '{device}', but an ONNX file runs on the CPU here; give --device cpu")
         runtime = Runtime("cpu", threads=threads)
-        network = OnnxNetwork(read_onnx(file), threads)
+        model_proto = read_onnx(file)
+        try:
+            network = OnnxNetwork(model_proto, threads)
+        except UserError:
+            raise
+        except Exception as error:  # a graph or a description that someone changed can make onnxruntime raise anything
+            raise UserError(f"ONNX file '{file}' is damaged ({_one_line(error)}); export the model again") from error
         return predictor_of(network, network.about, runtime, file, method)
     runtime = Runtime(device, threads=threads)
     model, about = load_segmenter(file, runtime.device)
     if not model.increments:
         raise UserError(f"model file '{file}' has learnt no class yet; give the model of a finished step")
     return predictor_of(model, about, runtime, file, method)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def predictor_of(

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Pillow's remarks on odd files: what it cannot read, it raises, and we name the file.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         return _dispatch(arguments)
     except UserError as error:
@@ -39,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail(_OUT_OF_MEMORY)
     except RuntimeError as error:
-        if (known := _known_failure(str(error))) is None:
+        known = _OUT_OF_MEMORY if is_out_of_memory(error) else _known_failure(str(error))
+        if known is None:
             raise
         return _fail(known)
     except OSError as error:
@@ -49,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _known_failure(message: str) -> str | None:
     """What torch reports as a RuntimeError without being a fault of the program."""
-    if "out of memory" in message or "not enough memory" in message or "can't allocate memory" in message:
-        return _OUT_OF_MEMORY
     if "DataLoader worker" in message and "traceback" not in message.lower():
         return (
             f"a loader process has ended ({message.splitlines()[0]}); use fewer --train.workers and --eval.workers "
@@ -59,6 +61,12 @@ def _known_failure(message: str) -> str | None:
     if "Connection closed by peer" in message or "Connection reset by peer" in message:
         return "another process of this run has ended; its own error tells why"
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch means this: it has a class of its own for it on GPUs only."""
+    known = ("out of memory", "not enough memory", "can't allocate memory")
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in known)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from incseg.cli.main import is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.data.files import FileError
 from incseg.data.folder import IMAGE_SUFFIXES
@@ -147,7 +147,9 @@ def _faults_of(file: Path, outcome: dict[str, Any]) -> Iterator[None]:
         return
     except FileError as error:
         fault: object = error
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
         fault = f"{file}: out of memory; give a smaller --tile or --size, or leave out --probabilities"
     outcome["error"] = _one_line(fault)
     print(f"skipped: {outcome['error']}", file=sys.stderr)

@@ -25,7 +25,7 @@ from incseg.engine.queue import Job, Queue, State
 from incseg.engine.rundir import flatten
 from incseg.engine.workers import Workers
 from incseg.experiment import job_of
-from incseg.files import read_json
+from incseg.files import read_json, read_yaml
 from incseg.types import UserError
 
 HELP = "many runs (methods × tasks × settings × seeds) from a queue on disk; sweep status DIR tells how far they are"
@@ -156,10 +156,10 @@ def _split(key: str, value: str) -> list[Any]:
 
 def _blocks_of_file(file: str) -> list[dict[str, list[Any]]]:
     try:
-        read = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        read = read_yaml(Path(file))
     except OSError as error:
         raise UserError(f"--spec {file} cannot be read ({error.strerror}); give a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise UserError(f"--spec {file} is no valid YAML ({str(error).splitlines()[0]})") from error
     blocks = read if isinstance(read, list) else [read]
     if not blocks or not all(isinstance(block, dict) for block in blocks):

@@ -56,7 +56,7 @@ def read_presence(path: PathLike, num_classes: int) -> Presence:
         if name in index:
             raise FileError(where, f"'{name}' comes twice", "keep one of the two lines")
         for text in ids:
-            if not text.isdecimal() or int(text) >= num_classes:
+            if not text.isdecimal() or len(text) > 9 or int(text) >= num_classes:
                 raise FileError(
                     where,
                     f"'{text}' is not a class",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,14 @@ from incseg.metrics.continual import FIGURES
 class Board:
     """Losses by epoch, and the figures of each step at its last epoch; epochs count over all steps.
 
-    What an interrupted run learns twice is drawn twice: the numbers are the same.
+    What an interrupted run learns twice is drawn twice: the numbers are the same. A disk that will not have the curves
+    ends them and not the run, which is why they are written here and not by torch's writer, from a thread of its own.
     """
 
     def __init__(self, folder: Path | None) -> None:
         """`folder` is None in the processes that do not write."""
         self._folder = folder
-        self._writer: Any = None
+        self._stream: Any = None
 
     def losses(self, terms: Mapping[str, float], epoch: int) -> None:
         self._scalars({f"losses/{name}": value for name, value in terms.items()}, epoch)
@@ -27,18 +31,27 @@ class Board:
         self._scalars({f"figures/{name}": row[name] for name in FIGURES if row[name] is not None}, epoch)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def _scalars(self, values: Mapping[str, float], epoch: int) -> None:
         if self._folder is None:
             return
-        if self._writer is None:  # opened late, so that a run with nothing left to learn adds no file
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                self._folder = None
-                return
-            self._writer = SummaryWriter(str(self._folder))
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, epoch)
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            if self._stream is None:  # opened late, so that a run with nothing left to learn adds no file
+                self._folder.mkdir(exist_ok=True)
+                name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+                self._stream = (self._folder / name).open("ab", buffering=0)
+                self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            shown = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            self._write(Event(wall_time=time.time(), step=epoch, summary=Summary(value=shown)))
+        except (ImportError, OSError):
+            self._folder = None
+
+    def _write(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        RecordWriter(self._stream).write(event.SerializeToString())

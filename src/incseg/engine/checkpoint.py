@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from incseg.engine.runtime import Runtime
@@ -58,12 +60,19 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: Path, step: int, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, method: Method,
-    runtime: Runtime,
+    runtime: Runtime, say: Callable[[str], None],
 ) -> Progress:  # fmt: skip
-    """Take up the checkpoint of `step` if there is one, else begin at the beginning."""
+    """Take up the checkpoint of `step` if there is one, else begin at the beginning; so too where it is damaged: the
+    model before the step is the last good state, and leads to the same end."""
     if not path.exists():
         return Progress()
-    tensors, metadata = read_tensors(path)
+    try:
+        tensors, metadata = read_tensors(path)
+    except UserError as error:
+        if not isinstance(error.__cause__, SafetensorError):
+            raise
+        say(f"{path} is damaged ({error.__cause__}); step {step} begins again")
+        return Progress()
     about = json.loads(metadata.get("checkpoint", "{}"))
     if about.get("step") != step:
         return Progress()  # left behind by a step that has finished since

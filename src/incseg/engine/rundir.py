@@ -31,7 +31,7 @@ import torch
 import yaml
 
 import incseg
-from incseg.files import read_json, write_json, write_text
+from incseg.files import read_record, read_yaml, write_json, write_text
 from incseg.types import UserError
 
 MAY_DIFFER = {
@@ -115,7 +115,7 @@ class RunDir:
         return self.config.exists() and (self.checkpoint.exists() or bool(self.steps_done()))
 
     def rows(self) -> list[dict[str, Any]]:
-        return [read_json(self.row(step)) for step in self.steps_done()]
+        return [read_record(self.row(step)) for step in self.steps_done()]
 
     def open(self, config: dict[str, Any]) -> None:
         """Begin or go on: take the lock, and see that the folder belongs to this very configuration."""
@@ -134,6 +134,19 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def require_there(self) -> None:
+        """See that the folder is still the one we hold: in a new one of its name we would write half a run."""
+        if self._lock is None:
+            return
+        try:
+            there = os.stat(self.root / ".lock")
+        except OSError:
+            there = None
+        if there is None or not os.path.samestat(there, os.fstat(self._lock.fileno())):
+            raise UserError(
+                f"{self.root} was deleted or moved while this run worked in it; the same command begins again"
+            )
 
     def _take_lock(self) -> None:
         self._lock = (self.root / ".lock").open("a+")
@@ -226,10 +239,10 @@ def environment() -> dict[str, Any]:
 def read_config(path: Path) -> dict[str, Any]:
     """A config.yaml as plain values."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = read_yaml(path)
     except FileNotFoundError as error:
         raise UserError(f"{path.parent} is no run folder: it has no {path.name}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise UserError(
             f"{path} is no valid YAML ({str(error).splitlines()[0]}); restore it or start a new run"
         ) from error

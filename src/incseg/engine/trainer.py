@@ -25,7 +25,7 @@ from incseg.engine.progress import Reporter
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
 from incseg.engine.steps import Kept, StepStore
-from incseg.files import read_tensors, write_array, write_json, write_tensors
+from incseg.files import read_tensors, write_array, write_record, write_tensors
 from incseg.methods.base import Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import load_segmenter, save_segmenter
@@ -157,8 +157,12 @@ class Trainer:
         return self._finish()
 
     def _take_up(self, step: int) -> None:
-        model, _ = load_segmenter(self.folder.model(step), self.runtime.device)
-        self.model = model
+        try:
+            self.model, _ = load_segmenter(self.folder.model(step), self.runtime.device)
+        except UserError as error:
+            raise UserError(
+                f"{error}, or delete it and the row.json beside it, and the same command learns step {step} again"
+            ) from error
         state, _ = read_tensors(self.folder.state(step))
         self._load_state(state)
         self.reporter.say(f"going on after step {step} in {self.folder.root}")
@@ -199,6 +203,7 @@ class Trainer:
             "seconds": {"train": round(progress.seconds, 2), "eval": round(time.monotonic() - evaluated, 2)},
         }
         if self.runtime.is_main:
+            self.folder.require_there()
             save_segmenter(self.folder.model(step.index), self.model, self.about)
             write_tensors(self.folder.state(step.index), self.method.state(), {})
             write_array(self.folder.confusion(step.index), counts.confusion.numpy())
@@ -252,7 +257,14 @@ class Trainer:
         )
         scaler = self.runtime.grad_scaler()
         progress = load_checkpoint(
-            self.folder.checkpoint, step.index, self.model, optimizer, scaler, self.method, self.runtime
+            self.folder.checkpoint,
+            step.index,
+            self.model,
+            optimizer,
+            scaler,
+            self.method,
+            self.runtime,
+            self.reporter.say,
         )
         order = self._order(step, epochs, progress.iteration)
         per_epoch, total = order.batches_per_epoch, order.batches_per_epoch * epochs
@@ -262,6 +274,7 @@ class Trainer:
         def save() -> None:
             progress.seconds = before + time.monotonic() - started
             if self.runtime.is_main:
+                self.folder.require_there()
                 save_checkpoint(
                     self.folder.checkpoint, step.index, progress, self.model, optimizer, scaler, self.method
                 )
@@ -372,7 +385,8 @@ class Trainer:
         self.reporter.end()
 
     def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
-        write_json(self.folder.row(step.index), row)
+        self.folder.require_there()
+        write_record(self.folder.row(step.index), row)
         self.folder.checkpoint.unlink(missing_ok=True)
         self.board.row(row, self._epochs_before(step.index + 1))
         self.reporter.rows(self.title, self.folder.rows(), self.notes)
@@ -382,6 +396,8 @@ class Trainer:
 
     def _finish(self) -> dict[str, Any]:
         rows = self.folder.rows()
+        if len(rows) < len(self.protocol.steps):
+            raise UserError(f"{self.folder.row(len(rows))} has gone; the same command learns step {len(rows)} again")
         last = rows[-1]
         results = {
             "final": {
@@ -394,7 +410,7 @@ class Trainer:
             "seconds": round(sum(sum(row["seconds"].values()) for row in rows), 2),
         }
         if self.runtime.is_main:
-            write_json(self.folder.results, results)
+            write_record(self.folder.results, results)
             self.folder.checkpoint.unlink(missing_ok=True)
         return results
 

@@ -21,7 +21,7 @@ import torch
 
 from incseg.engine.progress import figures_line
 from incseg.engine.queue import BEAT_SECONDS, Held, Queue, State, in_use_by
-from incseg.files import read_json
+from incseg.files import read_record
 from incseg.types import UserError
 
 _POLL_SECONDS = 0.2
@@ -90,7 +90,7 @@ class Workers:
                 )
             code = self._watch(queue, held, child)
             if code == 0 and queue.run(job.name).results.exists():
-                final = read_json(queue.run(job.name).results)["final"]
+                final = read_record(queue.run(job.name).results)["final"]
                 self.say(f"{job.name}: done in {time.monotonic() - began:.0f} s, {figures_line(final)}")
             elif self._stop.is_set():
                 self.say(f"{job.name}: stopped, goes on later")

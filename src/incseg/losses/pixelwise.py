@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 STRIP_ELEMENTS = 1 << 20
 """Upsampled values per strip: small enough to stay in the processor's cache, large enough to keep it busy."""
-_COLUMN_BLOCK = 512
+_BLOCK = 512
 
 PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], dict[str, Tensor]]
 """(logits, labels, teacher's logits) of a strip → named sums over its pixels, already weighted and divided
@@ -89,8 +89,9 @@ def row_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, T
     Columns are made in blocks, so that work and memory grow with the image's area, however wide it is.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], _COLUMN_BLOCK, logits))
-    for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], _rows_per_strip(logits, size[1]), logits):
+    column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], _BLOCK, logits))
+    rows = min(_BLOCK, _rows_per_strip(logits, size[1]))  # however high it is, too
+    for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], rows, logits):
         low = logits[..., reach, :]
         wide = torch.cat([low[..., columns] @ across.T for _, columns, across in column_blocks], dim=-1)
         yield strip, weights @ wide

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from incseg.files import write_tensors
+from incseg.files import load_tensors, write_tensors
 from incseg.models.segmenter import ModelConfig, Segmenter
-from incseg.types import Increment, UserError
+from incseg.types import MAX_CLASSES, Increment, UserError
 
 FORMAT = "incseg-model"
 FORMAT_VERSION = 1
@@ -44,14 +45,17 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
         increments = [read_increment(fields) for fields in json.loads(metadata["increments"])]
         background_output = bool(json.loads(metadata["background_output"]))
         extra = dict(json.loads(metadata["extra"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"model file '{path}': its description is damaged ({type(error).__name__}: {error}); save or copy it again"
-        ) from error
-    with torch.random.fork_rng(devices=[]):  # building draws weights that are overwritten at once
-        model = Segmenter(config, background_output)
-        for increment in increments:
-            model.grow(increment)
+        check_increments(increments)
+        check_extra(extra)
+        with torch.random.fork_rng(devices=[]):  # building draws weights that are overwritten at once
+            model = Segmenter(config, background_output)
+            for increment in increments:
+                model.grow(increment)
+    except UserError as error:
+        raise UserError(f"model file '{path}': {error}") from error
+    except Exception as error:  # a description that someone made up can make building a network raise nearly anything
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"model file '{path}': its description is damaged ({cause}); save or copy it again") from error
     _fill(path, model, tensors)
     return model.to(device).eval(), extra
 
@@ -61,8 +65,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         problem = "is not a file" if path.exists() else "does not exist"
         raise UserError(f"model file '{path}' {problem}; give the .safetensors file of a step")
     try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors, metadata = load_tensors(path)
+        return metadata, tensors
     except OSError as error:
         raise UserError(f"model file '{path}' cannot be read ({error}); check its permissions") from error
     except SafetensorError as error:
@@ -74,7 +78,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
                     "never opened; give the .safetensors file of a step"
                 ) from None
         raise UserError(
-            f"model file '{path}' is truncated or no safetensors file ({error}); save or copy it again"
+            f"model file '{path}' is truncated, damaged or no safetensors file ({error}); save or copy it again"
         ) from error
 
 
@@ -87,9 +91,9 @@ def _check_format(path: Path, metadata: dict[str, str]) -> None:
     version = metadata.get("format_version", "")
     if not version.isdecimal():
         raise UserError(f"model file '{path}': its format version '{version}' is no number; save it again")
-    if int(version) > FORMAT_VERSION:
+    if len(version) > 9 or int(version) > FORMAT_VERSION:
         raise UserError(
-            f"model file '{path}' was made by a newer incseg (format {version}, this one reads up to "
+            f"model file '{path}' was made by a newer incseg (format {version[:9]}, this one reads up to "
             f"{FORMAT_VERSION}); pip install -U incseg"
         )
 
@@ -110,11 +114,42 @@ def read_increment(fields: dict[str, Any]) -> Increment:
     return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]))
 
 
+def check_increments(increments: Sequence[Increment]) -> None:
+    """What masks and legends rely on: a name for every class, an id for every name, each once and in a byte."""
+    names = [name for increment in increments for name in increment.classes]
+    ids = [id_ for increment in increments for id_ in increment.ids]
+    if any(len(increment.classes) != len(increment.ids) for increment in increments) or len(set(ids)) < len(ids):
+        raise ValueError("its classes and their ids do not fit together")
+    if not all(isinstance(name, str) for name in names) or not all(
+        type(i) is int and 0 < i <= MAX_CLASSES for i in ids
+    ):
+        raise ValueError(f"classes have names, and ids from 1 to {MAX_CLASSES}")
+
+
+def check_extra(extra: dict[str, Any]) -> None:
+    """What prediction reads of it: the method's settings, the colours, and the size of test images."""
+    if "method" in extra and not (isinstance(extra["method"], dict) and isinstance(extra["method"].get("name"), str)):
+        raise ValueError("its method has no name")
+    colours = extra.get("palette", [])
+    if not (isinstance(colours, list) and all(isinstance(c, list) and len(c) == 3 for c in colours)):
+        raise ValueError("its palette is no list of colours")
+    if not all(type(value) is int and 0 <= value <= 255 for colour in colours for value in colour):
+        raise ValueError("its colours are not from 0 to 255")
+    size = extra.get("test_size", 0)
+    if type(size) is not int or size < 0:
+        raise ValueError(f"its test size is {size!r}")
+
+
 def _fill(path: Path, model: Segmenter, tensors: dict[str, Tensor]) -> None:
     wanted = model.state_dict()
     missing = [name for name in wanted if name not in tensors]
     unexpected = [name for name in tensors if name not in wanted]
-    misshapen = [name for name in wanted if name in tensors and tensors[name].shape != wanted[name].shape]
+    misshapen = [
+        name
+        for name, tensor in wanted.items()
+        if name in tensors
+        and (tensors[name].shape, tensors[name].is_floating_point()) != (tensor.shape, tensor.is_floating_point())
+    ]
     for what, names in (("misses", missing), ("has unknown", unexpected), ("has misshapen", misshapen)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -122,4 +157,6 @@ def _fill(path: Path, model: Segmenter, tensors: dict[str, Tensor]) -> None:
                 f"model file '{path}' {what} tensor {names[0]}{more}: it does not fit its own description; "
                 "save or copy it again"
             )
+    if unusable := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise UserError(f"model file '{path}' holds NaN or infinity in {unusable[0]}; give the model of another step")
     model.load_state_dict(tensors)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incseg.models.files import read_config, read_increment
+from incseg.models.files import check_extra, check_increments, read_config, read_increment
 from incseg.models.segmenter import ModelConfig
 from incseg.types import Increment, UserError
 
@@ -46,6 +46,8 @@ class OnnxNetwork:
         self.about["incseg"] = about["incseg"]
         self.config: ModelConfig = read_config(json.loads(about["model"]))
         self.increments: list[Increment] = [read_increment(fields) for fields in json.loads(about["increments"])]
+        check_increments(self.increments)
+        check_extra(self.about)
         self.num_outputs = int(about["num_outputs"])
         self.stride = int(about["stride"])
         options = runtime.SessionOptions()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from incseg.engine.rundir import MAY_DIFFER, RunDir, flatten, read_config
-from incseg.files import read_json
+from incseg.files import read_json, read_record
 from incseg.metrics.continual import FIGURES
 from incseg.report.published import family_rank
 from incseg.types import UserError
@@ -166,7 +166,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
     config = read_config(run.config)
     protocol, environment = read_json(run.protocol), read_json(run.environment)
     finished = run.results.exists()
-    results = read_json(run.results) if finished else {}
+    results = read_record(run.results) if finished else {}
     rows = _need(results, "steps", list, "results.json") if finished else run.rows()
     num_steps = len(_need(protocol, "steps", list, "protocol.json"))
     learnt: set[str] = set()
