@@ -29,8 +29,11 @@ LIMIT_SECONDS = 300.0
 MOST_MEMORY = 3 * 2**30
 """What a command may ask for beyond what the harness holds already: a bomb that went off asks for more."""
 _ESCAPED = 70
-_CLEAR = re.compile(r"(error|warning|skipped): \S|stopped; everything so far is saved|TIFF\w+: |tempfile\.tif: ")
-"""Libtiff, inside Pillow, talks to stderr itself and cannot be asked not to; our own line comes all the same."""
+_CLEAR = re.compile(
+    r"(error|warning|skipped): \S|stopped; everything so far is saved"
+    r"|TIFF\w+: |tempfile\.tif: |ERROR: Unexpected (segmentation fault|bus error) encountered in worker"
+)
+"""Libtiff inside Pillow and torch's loader processes talk to stderr themselves; our own line comes all the same."""
 
 
 def preload() -> None:
@@ -175,7 +178,7 @@ class Running:
         texts = []
         for stream in (self._out, self._err):
             stream.seek(0)
-            texts.append(stream.read().decode("utf-8", "replace"))
+            texts.append(stream.read().decode("utf-8", "replace").replace("\0", ""))
             stream.close()
         return Ended(self.argv, os.waitstatus_to_exitcode(status), *texts, time.monotonic() - self.started)
 
