@@ -21,14 +21,15 @@ from incseg.data.voc import VOC_INFO
 
 TASK = "/".join([",".join(VOC_INFO.classes[:15]), *VOC_INFO.classes[15:17]])
 HELD_OUT = ("--task", TASK, "--data.holdout", "20", "--train.epochs", "2", "--train.epochs_later", "6")
-SLOW = {"train.lr_later": "0.001"}
-"""The rate to which the published weights of ewc, pi and rw belong."""
+SLOW, SLOWER = {"train.lr_later": "0.003"}, {"train.lr_later": "0.001"}
+"""The second is the rate to which the published weights of ewc, pi and rw belong."""
 TRIALS: dict[str, list[dict[str, str]]] = {
     "mib": [{"method.lambda_kd": w} for w in ("10", "30", "100")] + [{"train.lr_later": "0.02"}],
     "lwf": [{"method.lambda_kd": w} for w in ("10", "100", "300")],
-    "plop": [{"method.lambda_pod": w} for w in ("0.001", "0.01", "0.1")],
+    "plop": [{"method.lambda_pod": w} for w in ("0.001", "0.01", "0.1")] + [{"train.lr_later": "0.02"}],
     "evidential": [
         *({"method.lambda_kd": w} for w in ("3", "10", "20")),
+        *({"method.start": score} for score in ("-1", "-2", "-3", "-4")),
         {"method.pseudo_labels": "0.5"},
         {"method.pod": "0.01"},
         {"method.replay": "WEB"},
@@ -40,9 +41,9 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "sdr": [{"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))],
     "recall": [{"method.replay": "WEB"}],
     "lwf_mc": [{"method.lambda_kd": w} for w in ("10", "30")],
-    "ewc": [{"method.weight": "50"}, {"method.weight": "500", **SLOW}],
-    "pi": [{"method.weight": "50"}, {"method.weight": "500", **SLOW}],
-    "rw": [{"method.weight": "30"}, {"method.weight": "100", **SLOW}],
+    "ewc": [{"method.weight": "50"}, *({"method.weight": "500", **rate} for rate in (SLOW, SLOWER))],
+    "pi": [{"method.weight": "50"}, *({"method.weight": "500", **rate} for rate in (SLOW, SLOWER))],
+    "rw": [{"method.weight": "30"}, *({"method.weight": "100", **rate} for rate in (SLOW, SLOWER))],
 }
 
 
