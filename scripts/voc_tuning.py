@@ -41,9 +41,9 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "sdr": [{"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))],
     "recall": [{"method.replay": "WEB"}],
     "lwf_mc": [{"method.lambda_kd": w} for w in ("10", "30")],
-    "ewc": [{"method.weight": "50"}, *({"method.weight": "500", **rate} for rate in (SLOW, SLOWER))],
-    "pi": [{"method.weight": "50"}, *({"method.weight": "500", **rate} for rate in (SLOW, SLOWER))],
-    "rw": [{"method.weight": "30"}, *({"method.weight": "100", **rate} for rate in (SLOW, SLOWER))],
+    "ewc": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
+    "pi": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
+    "rw": [{"method.weight": "30"}, {"method.weight": "100", **SLOW}, {"method.weight": "100", **SLOWER}],
 }
 
 

@@ -44,6 +44,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "for_method": {
             "evidential": {"train": {"lr": 0.3, "lr_later": 0.02}},
             "mib": {"method": {"lambda_kd": 30.0}},
+            "ssul": {"train": {"lr_later": 0.05}},
+            "ewc": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
+            "pi": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
+            "rw": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
         },
     },
     # The same network with the backbone training too, for a small GPU or a patient machine.
