@@ -24,12 +24,12 @@ def smaller(command: str) -> list[str]:
     words = [SMALLER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[1] in ("train", "extend"):
         words += ["--train.workers", "0", "--eval.workers", "0"]
-    return words if words[1] == "data" else [*words, "--threads", "1"]
+    return words if words[1] in ("data", "export") else [*words, "--threads", "1"]
 
 
 def test_the_page_shows_the_whole_way() -> None:
     assert [line.split()[1] for line in COMMANDS] == [
-        "data", "data", "train", "predict", "extend", "predict", "eval", "extend",
+        "data", "data", "train", "predict", "extend", "predict", "eval", "extend", "export", "predict",
     ]  # fmt: skip
     assert all(f"{flag} {value}" in PAGE for flag, value in SMALLER.items())
 
@@ -37,6 +37,8 @@ def test_the_page_shows_the_whole_way() -> None:
 def test_every_command_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("onnxruntime", reason="needs pip install 'incseg[onnx]'")
+    pytest.importorskip("onnx", reason="needs pip install 'incseg[onnx]'")
     monkeypatch.chdir(tmp_path)
     for command in COMMANDS:
         program, *arguments = smaller(command)
