@@ -36,7 +36,7 @@ bench: $(BENCH)/.installed
 
 $(BENCH)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench,imagenet]'
 	touch $@
 
 # every fault that we know how to cause, counted in results/torture.md; a short form of it is among the tests

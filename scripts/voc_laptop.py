@@ -37,7 +37,6 @@ INFERENCE: tuple[Options, ...] = (
 RETESTS: dict[str, tuple[Options, ...]] = {
     **{f"{task}-overlapped-evidential-s42": INFERENCE for task in TASKS},
     **{f"{task}-overlapped-evidential-s{seed}": (REMEDY,) for task in TASKS[:2] for seed in SEEDS[1:]},
-    **{f"{task}-overlapped-evidential+start-s{seed}": (REMEDY,) for task in TASKS for seed in SEEDS},
 }
 """Options of inference, tried on the last models of some runs: no training."""
 
@@ -62,7 +61,6 @@ def ablation(task: str, option: str, value: str) -> Run:
 RIVALS = ("mib", "plop", "sdr", "ilt", "lwf", "dkd", "ssul", "lwf_mc", "recall", "ewc", "pi", "rw")
 COMBINED = {
     "sdr+mib": ("sdr", "--method.output", "mib", "--method.lambda_kd", "30"),
-    "evidential+start": ("evidential", "--method.start", "-2"),
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
     "evidential+pod": ("evidential", "--method.pod", "0.01"),
     "evidential+replay": ("evidential", "--method.replay", "WEB"),

@@ -30,7 +30,6 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "plop": [{"method.lambda_pod": w} for w in ("0.001", "0.01", "0.1")] + [{"train.lr_later": "0.02"}],
     "evidential": [
         *({"method.lambda_kd": w} for w in ("3", "10", "20")),
-        *({"method.start": score} for score in ("-1", "-2", "-3", "-4")),
         {"method.pseudo_labels": "0.5"},
         {"method.pod": "0.01"},
         {"method.replay": "WEB"},

@@ -86,14 +86,17 @@ def _rows_per_strip(logits: Tensor, width: int) -> int:
 def row_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
     """The logits upsampled to `size`, strip by strip: (rows, (B, C, rows, W)). For inference.
 
-    Columns are made in blocks, so that work and memory grow with the image's area, however wide it is.
+    Columns are made in blocks, so that work and memory grow with the image's area, however wide it is. Thin strips, of
+    many classes, often lie between the same rows of logits: those are made wide once.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], _BLOCK, logits))
     rows = min(_BLOCK, _rows_per_strip(logits, size[1]))  # however high it is, too
+    made: slice | None = None
     for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], rows, logits):
-        low = logits[..., reach, :]
-        wide = torch.cat([low[..., columns] @ across.T for _, columns, across in column_blocks], dim=-1)
+        if reach != made:
+            low, made = logits[..., reach, :], reach
+            wide = torch.cat([low[..., columns] @ across.T for _, columns, across in column_blocks], dim=-1)
         yield strip, weights @ wide
 
 

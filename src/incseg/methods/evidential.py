@@ -54,7 +54,7 @@ class Evidential(Method):
     background_output = False
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
     later_options = frozenset(
-        {"scope", "lambda_kd", "kd_reduction", "start", "pseudo_labels", "pod", "replay", "generator", "replay_images"}
+        {"scope", "lambda_kd", "kd_reduction", "pseudo_labels", "pod", "replay", "generator", "replay_images"}
     )
 
     @dataclass
@@ -67,7 +67,6 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
-            start: score at which the classes of a later step start; 0 is undecided, -2 a careful no.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
             max_weight: limit of that weight.
@@ -91,7 +90,6 @@ class Evidential(Method):
         lambda_new: float = 1.0
         lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
         kd_reduction: Literal["mean", "sum"] = "mean"
-        start: float = 0.0
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
         pseudo_labels: float | None = None
@@ -124,9 +122,6 @@ class Evidential(Method):
 
     def begin_step(self, context: StepContext) -> None:
         self._old_sizes = tuple(len(increment.classes) for increment in context.model.increments[:-1])
-        if self._old_sizes and self.config.start:
-            with torch.no_grad():
-                context.model.classifiers[-1].get_parameter("bias").fill_(self.config.start)
         if self._replay is not None:
             self._replay.begin_step(context)
 
