@@ -22,6 +22,7 @@ from incseg.cli.settings import parse_run
 from incseg.engine.queue import Queue
 from incseg.engine.rundir import RunDir
 from incseg.engine.workers import Workers
+from incseg.errors import UserError
 from incseg.experiment import job_of
 
 SEEDS = (42, 1337, 2001)
@@ -174,7 +175,10 @@ def main() -> None:
     if args.root is None:
         parser.error("--root is missing: the folder of VOC2012")
     with contextlib.suppress(KeyboardInterrupt):
-        learn(runs, args.root, args.out, args.workers, args.threads)
+        try:
+            learn(runs, args.root, args.out, args.workers, args.threads)
+        except UserError as error:
+            sys.exit(f"error: {error}")
         for r in runs:
             if r.name in RETESTS and RunDir(args.out / r.name).results.exists():
                 retest(args.out / r.name, args.root, args.threads)
