@@ -49,7 +49,7 @@ def _photographs(folder: Path, count: int) -> Folder:
 
 def _loading(source: Folder, step: Step, settings: Settings) -> Section:
     torch.set_num_threads(settings.threads)
-    size, batch, updates = settings.pick((512, 8, 4), (64, 2, 2))
+    size, batch, updates = settings.pick((512, 4, 3), (64, 2, 2))
     images = range(len(source.names("train")))
     model = grown(settings.pick(NETWORK, QUICK_NETWORK), (CLASSES,)).train()
     transform = TrainTransform(size, model.backbone.mean, model.backbone.std)
