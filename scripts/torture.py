@@ -17,12 +17,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE / "tests"))
 
-from torture import determinism, disk, files, inputs, kills, numbers  # noqa: E402
+from torture import determinism, disk, files, inputs, kills, numbers, server  # noqa: E402
 from torture.case import Kind, Lost, own_folder, preload  # noqa: E402
 
 from incseg.files import write_json, write_text  # noqa: E402
 
-KINDS = {kind.name: kind for kind in (kills.KIND, disk.KIND, files.KIND, numbers.KIND, inputs.KIND)}
+KINDS = {kind.name: kind for kind in (kills.KIND, disk.KIND, files.KIND, numbers.KIND, inputs.KIND, server.KIND)}
 
 
 def main() -> int:

@@ -53,7 +53,7 @@ def test_the_short_form_loses_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "torture.json").read_text())
-    assert set(results["kinds"]) == {"kills", "disk", "files", "numbers", "inputs"}
+    assert set(results["kinds"]) == {"kills", "disk", "files", "numbers", "inputs", "server"}
     counts = [group for kind in results["kinds"].values() for group in kind["groups"]]
     assert sum(group["cases"] for group in counts) == sum(group["survived"] for group in counts) > 25
     page = (tmp_path / "torture.md").read_text()

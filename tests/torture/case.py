@@ -164,6 +164,10 @@ class Running:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def said(self) -> str:
+        """On stdout, so far."""
+        return os.pread(self._out.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+
     def ended(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
