@@ -146,8 +146,11 @@ def retest(folder: Path, root: str, threads: int) -> None:
         print(f"{' '.join(command)}: {'done' if code == 0 else f'failed ({code}), see {log}'}", flush=True)
 
 
-def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> None:
-    """Put the runs that are not finished into the queue of `out`, and work on them, in this order."""
+def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> list[str]:
+    """Put the runs that are not finished into the queue of `out`, and work on them, in this order.
+
+    Returns the names of those that failed; each has said why.
+    """
     common = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
     jobs = []
     for one in runs:
@@ -157,6 +160,7 @@ def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> 
     if jobs:
         Queue(out).add(jobs)
         Workers(out, workers, only=[job.name for job in jobs]).work()
+    return [job.name for job in jobs if not RunDir(out / job.name).results.exists()]
 
 
 def main() -> None:
@@ -176,12 +180,14 @@ def main() -> None:
         parser.error("--root is missing: the folder of VOC2012")
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            learn(runs, args.root, args.out, args.workers, args.threads)
+            failed = learn(runs, args.root, args.out, args.workers, args.threads)
         except UserError as error:
             sys.exit(f"error: {error}")
         for r in runs:
             if r.name in RETESTS and RunDir(args.out / r.name).results.exists():
                 retest(args.out / r.name, args.root, args.threads)
+        if failed:
+            sys.exit(f"error: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
