@@ -1,4 +1,5 @@
-"""A study's run folders as pages: results/NAME/main, ablations, unknown and classes, each as .md and .json.
+"""A study's run folders as pages: results/NAME/main, ablations, unknown and classes, each as .md and .json, and
+the paper's table, ours beside the published, as results/NAME/paper.md, .tex, .csv and .json.
 
     python scripts/results.py [runs/voc-laptop] [--out results/voc-laptop]
 
@@ -15,13 +16,15 @@ from pathlib import Path
 
 from incseg.cli.settings import usual_settings
 from incseg.files import write_json, write_text
+from incseg.report.compare import compare
 from incseg.report.pages import ablations_page, classes_page, main_page, unknown_page
 from incseg.report.tables import read_runs, shown_path
+from incseg.report.writers import FORMATS, written
 from incseg.types import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", type=Path, nargs="?", default=Path("runs/voc-laptop"))
     parser.add_argument("--out", type=Path, help="default: results/ and the name of the folder of runs")
     args = parser.parse_args(argv)
@@ -56,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_text(out / f"{page.name}.md", page.text)
         write_json(out / f"{page.name}.json", page.data)
         print(f"wrote {out / page.name}.md and .json")
+    tables = compare(trained, published=True, warn=warn)
+    for kind, ending in FORMATS.items():
+        write_text(out / f"paper{ending}", written(kind, tables, trained))
+    print(f"wrote {out / 'paper'} as {', '.join(FORMATS.values())}")
     return 0
 
 

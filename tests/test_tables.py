@@ -8,6 +8,8 @@ import io
 import json
 import math
 import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +22,7 @@ from small_runs import quiet, small_config
 
 from incseg.cli import main
 from incseg.cli.settings import parse_run, usual_settings
-from incseg.engine.rundir import RunDir
+from incseg.engine.rundir import RunDir, flatten
 from incseg.experiment import train
 from incseg.files import write_array
 from incseg.methods import METHODS
@@ -28,7 +30,7 @@ from incseg.presets import PRESETS
 from incseg.report.compare import average_orders, compare
 from incseg.report.published import PUBLISHED
 from incseg.report.tables import RunRecord, group, read_runs, shown_command, spread
-from incseg.report.writers import to_csv, to_latex, to_markdown
+from incseg.report.writers import FORMATS, to_csv, to_latex, to_markdown
 from incseg.types import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,7 +318,7 @@ GOLDEN = """\
 
 - Percent mIoU of the last model. ± is the standard deviation (n − 1) over seeds, var the variance, which is what the \
 paper prints after ±. A cell that was not run is empty.
-- Best in bold, among ours; not ranked: joint training.
+- Best in bold, among ours; not ranked: joint training, replayed images (RECALL) and memories, which use more data.
 - Joint training has no setting, and its All is the same for every task.
 - Label rules: name plop, void_in_training ignore, unseen_at_test background, test_images seen, unlabelled_at_test \
 background.
@@ -636,7 +638,8 @@ def test_results_are_written_from_folders_alone(
     assert shown.err == "warning: runs/voc-laptop/unfinished is not finished (1 of 2 steps) and left out\n"
     out = Path("results/voc-laptop")
     names = ["ablations", "classes", "main", "unknown"]
-    assert sorted(os.listdir(out)) == sorted(f"{name}.{kind}" for name in names for kind in ("md", "json"))
+    paper = [f"paper{ending}" for ending in FORMATS.values()]
+    assert sorted(os.listdir(out)) == sorted([*paper, *(f"{name}.{kind}" for name in names for kind in ("md", "json"))])
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     assert script.main(["runs/voc-laptop", "--out", "again"]) == 0
     assert {file.name: file.read_bytes() for file in Path("again").iterdir()} == before
@@ -650,6 +653,46 @@ def test_results_are_written_from_folders_alone(
         assert "Made by `python scripts/results.py runs/voc-laptop`" in text
         assert "incseg train --data voc --root VOC2012 --seed 42" in text
         assert str(study.parent) not in text + before[f"{name}.json"].decode()
+
+
+def test_results_hold_the_papers_table(script: ModuleType, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.main([])
+    for folder in study.iterdir():  # other options of inference and ablations have a page of their own
+        shutil.rmtree(folder if folder.name == "ablations" else RunDir(folder).retests, ignore_errors=True)
+    capsys.readouterr()
+    main(["compare", "runs/voc-laptop"])
+    assert Path("results/voc-laptop/paper.md").read_text() == capsys.readouterr().out
+    assert "\\begin{tabular}" in Path("results/voc-laptop/paper.tex").read_text()
+    assert "evidential,,15-1" in Path("results/voc-laptop/paper.csv").read_text()
+    assert json.loads(Path("results/voc-laptop/paper.json").read_text())["published"]
+
+
+def test_replayed_images_are_not_ranked(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", (50, 20, 40, 30))
+    write_run(tmp_path / "b", (5, 2, 4, 3), method="finetune")
+    write_run(tmp_path / "c", (60, 30, 50, 40), settings={"method.replay": "/somewhere/web"})
+    table = compare(read(tmp_path), published=False, warn=fail)[0]
+    best = {line.label: table.is_best(line, ("15-1", "overlapped"), "all") for line in table.lines}
+    assert best == {"`finetune`": False, "`evidential`": True, "`evidential` (replay web)": False}
+
+
+def test_a_run_from_a_file_of_settings_shows_the_flags_that_say_the_same(tmp_path: Path) -> None:
+    """A queue writes such files, and a reader of the table does not have them."""
+    settings = {"method.scope": "seen", "model.stages": [3]}
+    folder = write_run(tmp_path / "queued", preset="voc-laptop", method="evidential", settings=settings)
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["command"] = ["__main__.py", "train", "--config", "/somewhere/run.yaml", "--out", str(folder)]
+    (folder / "environment.json").write_text(json.dumps(environment))
+    (record,) = read(tmp_path)
+    assert record.command == (
+        "incseg train --preset voc-laptop --data voc --root VOC2012 --task 15-1 --setting overlapped "
+        "--method evidential --seed 42 --method.scope seen --model.stages '[3]' --out queued"
+    )
+    words = shlex.split(record.command)[2:]
+    again = flatten(parse_run("incseg train", "", words).as_dict())
+    assert {key: again[key] for key in again if key not in ("out", "data.root")} == {
+        key: value for key, value in record.settings.items() if key not in ("out", "data.root")
+    }
 
 
 def test_the_main_page(script: ModuleType, study: Path) -> None:

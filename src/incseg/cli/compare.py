@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
-from incseg.report.compare import as_json, compare
+from incseg.report.compare import compare
 from incseg.report.tables import read_runs
-from incseg.report.writers import to_csv, to_latex, to_markdown
+from incseg.report.writers import FORMATS, written
 from incseg.types import UserError
 
 HELP = "a table of finished runs in the paper's layout, mean over seeds, beside the published figures"
-_FORMATS = ("markdown", "latex", "csv", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders with run folders in them")
-    parser.add_argument("--format", choices=_FORMATS, default="markdown", help="default: markdown")
+    parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")
     parser.add_argument(
         "--published", choices=["true", "false"], default="true", help="with the published figures (default: true)"
@@ -39,12 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"no finished run in {', '.join(args.runs)}; incseg train makes them")
     for warning in (warning for table in tables for warning in table.warnings):
         _warn(warning)
-    if args.format == "json":
-        text = json.dumps(as_json(tables, records), indent=1, ensure_ascii=False) + "\n"
-    elif args.format == "csv":
-        text = to_csv(tables)
-    else:
-        text = "\n".join(map(to_latex if args.format == "latex" else to_markdown, tables))
+    text = written(args.format, tables, records)
     if args.out is None:
         sys.stdout.write(text)
     else:

@@ -92,8 +92,8 @@ def _table(dataset: str, records: list[RunRecord], published: bool, warn: Warn) 
     notes = [
         "Percent mIoU of the last model. ± is the standard deviation (n − 1) over seeds, var the variance, which is "
         "what the paper prints after ±. A cell that was not run is empty.",
-        f"Best in bold, {'among the published and among ours' if theirs else 'among ours'}; not ranked: joint training"
-        + (" and RECALL and memories, which use more data." if theirs else "."),
+        f"Best in bold, {'among the published and among ours' if theirs else 'among ours'}; not ranked: joint "
+        "training, replayed images (RECALL) and memories, which use more data.",
     ]
     if dataset == "ade20k":
         notes.append(
@@ -141,7 +141,8 @@ def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -
         cells = {column: cell for column in columns if (cell := _cell(members, column, joint))}
         family = "joint" if joint else family_of(first.method)
         comparable = first.setting == _USUAL_SETTING.get(dataset, first.setting)
-        lines.append(Line(label, family, False, cells, comparable and family not in UNRANKED, tuple(members)))
+        more_data = family in UNRANKED or bool(first.options.get("replay"))
+        lines.append(Line(label, family, False, cells, comparable and not more_data, tuple(members)))
     return sorted(lines, key=lambda line: (family_rank(line.family), line.family, line.label))
 
 

@@ -96,7 +96,7 @@ def _of_column(line: Line, column: Column) -> list[Group]:
 def main_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
     """Tasks × settings × methods, mean and spread over seeds."""
     body = [f"Percent mIoU of the last model; Avg is the mean of All over the steps. {_SEEDS_NOTE} Best in bold; "
-            "joint training, which has all data at once, is not ranked.", ""]  # fmt: skip
+            "joint training and replayed images (RECALL), which use more data, are not ranked.", ""]  # fmt: skip
     heading = ["method", "seeds", *(figure.capitalize() for figure in ALL_FIGURES), "minutes"]
     variances = []
     for title, column, table in _sections(records, warn):

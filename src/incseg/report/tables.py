@@ -182,19 +182,22 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
     names: dict[str, Any] = {
         key: _need(protocol, key, str, "protocol.json") for key in ("dataset", "task", "setting", "order")
     }
+    method = _need(_need(config, "method", dict, "config.yaml"), "name", str, "config.yaml")
+    settings, usually = flatten(config), flatten(usual(config))
+    command = _need(environment, "command", list, "environment.json")
     return RunRecord(
         folder=folder,
         **names,
-        method=_need(_need(config, "method", dict, "config.yaml"), "name", str, "config.yaml"),
+        method=method,
         seed=_need(config, "seed", int, "config.yaml"),
         preset=_need(config, "preset", str | None, "config.yaml"),
-        options=_options(flatten(config), flatten(usual(config))),
-        settings=flatten(config),
+        options=_options(settings, usually),
+        settings=settings,
         rules=_rules(protocol),
         rows=rows,
         num_steps=num_steps,
         finished=finished,
-        command=shown_command(_need(environment, "command", list, "environment.json")),
+        command=shown_command(_as_flags(folder, settings, usually) if "--config" in command else command),
         commit=str(_need(environment, "commit", str | None, "environment.json") or "unknown"),
         threads=_need(environment, "threads", int, "environment.json"),
         machine=_machine(environment),
@@ -401,6 +404,20 @@ def shown_command(tokens: Sequence[Any]) -> str:
     words = [str(token) for token in tokens]
     words = ["incseg" if i == 0 else _without_place(word) for i, word in enumerate(words)]
     return shlex.join(words)
+
+
+def _as_flags(folder: Path, settings: dict[str, Any], usual: dict[str, Any]) -> list[Any]:
+    """The command of a run that took its settings from a file, as of a queue: a reader does not have that file."""
+    named = {"preset": None, "data.name": "data", "data.root": "root", "task": None, "setting": None,
+             "method.name": "method", "seed": None}  # fmt: skip
+    words = ["incseg", "train"]
+    for key, short in named.items():
+        if settings.get(key) is not None:
+            words += [f"--{short or key}", str(settings[key])]
+    for key, value in settings.items():
+        if key not in named and key not in ("out", "reuse") and value != usual.get(key):
+            words += [f"--{key}", value_text(value)]
+    return [*words, "--out", folder.name]
 
 
 def _without_place(word: str) -> str:

@@ -1,17 +1,30 @@
-"""A table as Markdown, LaTeX, HTML or CSV."""
+"""A table as Markdown, LaTeX, HTML, CSV or JSON."""
 
 from __future__ import annotations
 
 import csv
 import html
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from incseg.metrics.continual import FIGURES
-from incseg.report.compare import Line, Table
-from incseg.report.tables import Spread, options_text
+from incseg.report.compare import Line, Table, as_json
+from incseg.report.tables import RunRecord, Spread, options_text
+
+FORMATS = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
+"""What tables can be written as, and how such a file's name ends."""
+
+
+def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) -> str:
+    """Tables of these records in one of FORMATS."""
+    if kind == "json":
+        return json.dumps(as_json(tables, records), indent=1, ensure_ascii=False) + "\n"
+    if kind == "csv":
+        return to_csv(tables)
+    return "\n".join(map({"markdown": to_markdown, "latex": to_latex}[kind], tables))
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
