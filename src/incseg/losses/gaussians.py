@@ -22,7 +22,7 @@ def moments(positions: Tensor, members: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussians:
-    """K normal distributions: counts (K,), means (K, D), factors (K, D, D) with covariance F·Fᵀ.
+    """K normal distributions: counts (K,), means (K, D), factors (K, D, D), symmetric, with covariance F².
 
     A class without positions has count zero and is never drawn.
     """
@@ -33,14 +33,14 @@ class Gaussians:
 
     @staticmethod
     def of(moments: Tensor) -> Gaussians:
-        """From `moments`. The factor is by eigenvectors: a covariance of few positions or dead channels has no Cholesky
-        factor."""
+        """From `moments`. The factor is the symmetric root: a covariance of few positions or dead channels has no Cholesky
+        factor, and the sign of an eigenvector is chance."""
         counts = moments[:, -1, -1]
         number = counts.clamp(min=1)[:, None]
         means = moments[:, :-1, -1] / number
         covariances = moments[:, :-1, :-1] / number[:, None] - means[:, :, None] * means[:, None, :]
         values, vectors = torch.linalg.eigh(covariances)
-        factors = vectors * values.clamp(min=0).sqrt()[:, None, :]
+        factors = (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
         return Gaussians(counts.float(), means.float(), factors.float())
 
     def joined(self, more: Gaussians) -> Gaussians:
@@ -58,4 +58,4 @@ class Gaussians:
         noise = torch.randn(number, self.means.shape[1], generator=generator).to(self.means)
         of_class = torch.bincount(chosen, minlength=len(self.counts)).tolist()
         parts = noise.split(of_class)
-        return torch.cat([m + part @ f.T for m, f, part in zip(self.means, self.factors, parts, strict=True)])
+        return torch.cat([m + part @ f for m, f, part in zip(self.means, self.factors, parts, strict=True)])
