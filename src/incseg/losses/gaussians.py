@@ -33,8 +33,8 @@ class Gaussians:
 
     @staticmethod
     def of(moments: Tensor) -> Gaussians:
-        """From `moments`. The factor is the symmetric root: a covariance of few positions or dead channels has no Cholesky
-        factor, and the sign of an eigenvector is chance."""
+        """From `moments`. The factor is the symmetric root: a covariance of few positions or dead channels has no other
+        that does not depend on the sign of eigenvectors."""
         counts = moments[:, -1, -1]
         number = counts.clamp(min=1)[:, None]
         means = moments[:, :-1, -1] / number
