@@ -270,7 +270,9 @@ class Evidential(Method):
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)
-        if self._recollection is not None and step == 0:
+        if self._recollection is None:
+            recipe.pop("recollect", None)  # it came later than steps that are kept
+        elif step == 0:
             recipe["recollect"] = True  # the same model, but its statistics are kept with it
         return recipe if self._replay is None else self._replay.in_recipe(recipe)
 
