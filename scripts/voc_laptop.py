@@ -65,7 +65,6 @@ COMBINED = {
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
     "evidential+pod": ("evidential", "--method.pod", "0.01"),
     "evidential+replay": ("evidential", "--method.replay", "WEB"),
-    "evidential+recollection": ("evidential", "--method.recollect", "1"),
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
 }

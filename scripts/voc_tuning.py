@@ -34,7 +34,6 @@ TRIALS: dict[str, list[dict[str, str]]] = {
         {"method.pod": "0.01"},
         {"method.replay": "WEB"},
         {"train.fusion": "ewf"},
-        *({"method.recollect": w} for w in ("1", "3")),
     ],
     "dkd": [{"method.lambda_kd": w, "method.lambda_dkd": w} for w in ("5", "20")],
     "ssul": [{"train.lr_later": rate} for rate in ("0.05", "0.15")],

@@ -33,7 +33,6 @@ from incseg.types import IGNORE, Batch, DatasetInfo, Increment, UserError
 
 CASES: dict[str, dict[str, Any]] = {name: {"name": name} for name in METHODS} | {
     "evidential-combined": {"name": "evidential", "foreground_weight": True, "pseudo_labels": 0.9, "pod": 0.01},
-    "evidential-recollect": {"name": "evidential", "recollect": 1.0},
     "sdr-mib": {"name": "sdr", "output": "mib"},
     "mib-bias": {"name": "mib", "background": "bias"},
     "recall-replay": {"name": "recall", "generator": "test_accumulate:noise", "replay_images": 5, "helper_epochs": 1},

@@ -218,7 +218,6 @@ def test_equal_maps_are_at_distance_zero_and_at_rest() -> None:
         ({"pseudo_labels": 0.0}, "pseudo_labels is 0.0; give a limit of u above 0 and up to 1"),
         ({"pseudo_labels": 1.5}, "pseudo_labels is 1.5"),
         ({"pod": -1.0}, "pod is -1.0; give a weight from 0"),
-        ({"recollect": -1.0}, "recollect is -1.0; give a weight from 0"),
         ({"replay": "web", "scope": "seen"}, "replay with scope seen would teach that old objects are background; set"),
         ({"replay": "web", "generator": "a:b"}, "give one of the two"),
     ],

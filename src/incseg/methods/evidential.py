@@ -10,10 +10,9 @@ Training is `L_new + λ_KD·(L_KD-fg + L_KD-u)`: `evidential_cross_entropy` over
 printed form is minimal at u = 1 for every teacher; L_KD-fg divided by the number of old classes, as in MiB, from
 where the weight 10 comes (`kd_reduction: sum` sets it back); balancing by `ratio`, not none (VOC) or `paper` (ADE).
 
-Pieces of other methods can be added to the later steps: pseudo-labels where the teacher's u is low (`_sure_labels`),
-local POD on the feature maps (`local_pod`, PLOP), replay of photographs of old classes (`Replay`, RECALL), which are
-background to the new classes and go through distillation and pseudo-labels like all background, and replay of old
-features drawn from statistics (`Recollection`), which are asked for no evidence of the new classes.
+Three pieces of other methods can be added to the later steps: pseudo-labels where the teacher's u is low
+(`_sure_labels`), local POD on the feature maps (`local_pod`, PLOP), and replay of photographs of old classes (`Replay`,
+RECALL), which are background to the new classes and go through distillation and pseudo-labels like all background.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from incseg.losses.closed_form import cross_entropy_with_gradient, distillation_with_gradient, fits
 from incseg.losses.distillation import local_pod, trained_maps
@@ -46,7 +45,6 @@ from incseg.losses.evidential import (
 from incseg.losses.labels import painted, shifted
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods.base import Method, StepContext
-from incseg.methods.recollection import Recollection
 from incseg.methods.replay import open_replay
 from incseg.protocol import Step
 from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction, UserError
@@ -56,11 +54,8 @@ class Evidential(Method):
     background_output = False
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
     later_options = frozenset(
-        {
-            "scope", "lambda_kd", "kd_reduction", "pseudo_labels", "pod", "replay", "generator", "replay_images",
-            "recollect",
-        }
-    )  # fmt: skip
+        {"scope", "lambda_kd", "kd_reduction", "pseudo_labels", "pod", "replay", "generator", "replay_images"}
+    )
 
     @dataclass
     class Config:
@@ -84,8 +79,6 @@ class Evidential(Method):
             generator: package.module:callable that makes them instead, called as generator(class_name, count, seed)
                 and returning Pillow images.
             replay_images: the most images of a class; empty for 100.
-            recollect: weight (such as 1) of a loss that asks old features for no evidence of new classes. They come
-                from the mean and covariance that each class and the background of step 0 leave behind; empty for none.
             balancing: how increments of different size are compared at inference.
             prior: with odds, the share of log(n_t / Σn) added to the scores of step t, n_t its training images.
             decision: argmax of the probabilities, or hierarchical, foreground where u < threshold, then the class.
@@ -104,7 +97,6 @@ class Evidential(Method):
         replay: str | None = None
         generator: str | None = None
         replay_images: int | None = None
-        recollect: float | None = None
         balancing: Balancing = "ratio"
         prior: float = 0.0
         decision: Literal["argmax", "hierarchical"] = "argmax"
@@ -115,8 +107,6 @@ class Evidential(Method):
                 raise UserError(f"pseudo_labels is {self.pseudo_labels}; give a limit of u above 0 and up to 1")
             if self.pod is not None and self.pod < 0:
                 raise UserError(f"pod is {self.pod}; give a weight from 0")
-            if self.recollect is not None and self.recollect < 0:
-                raise UserError(f"recollect is {self.recollect}; give a weight from 0, or leave it out")
             if (self.replay or self.generator) and self.scope == "seen" and self.pseudo_labels is None:
                 raise UserError(
                     "replay with scope seen would teach that old objects are background; set scope increment, or "
@@ -128,25 +118,14 @@ class Evidential(Method):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self._replay = open_replay(self.config.replay, self.config.generator, self.config.replay_images)
-        self._recollection = None if self.config.recollect is None else Recollection()
         self._old_sizes: tuple[int, ...] = ()
-        self._newest: nn.Module | None = None
 
     def begin_step(self, context: StepContext) -> None:
-        self._newest = context.model.classifiers[-1]
         self._old_sizes = tuple(len(increment.classes) for increment in context.model.increments[:-1])
         if self._replay is not None:
             self._replay.begin_step(context)
-        if self._recollection is not None:
-            self._recollection.begin_step(context)
-
-    def end_step(self, context: StepContext) -> None:
-        if self._recollection is not None:
-            self._recollection.end_step(context)
 
     def extend(self, batch: Batch) -> Batch:
-        if self._recollection is not None:
-            self._recollection.draw()
         return batch if self._replay is None else self._replay.extend(batch)
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
@@ -209,18 +188,7 @@ class Evidential(Method):
         if teacher is not None and config.pod:
             weight = config.pod * math.sqrt(len(step.seen) / len(step.new)) * batch.share
             terms["pod"] = weight * local_pod(*trained_maps(out, teacher))
-        return terms | self._absence()
-
-    def _absence(self) -> dict[str, Tensor]:
-        """−log u of the step's own Dirichlet, mean over drawn old features: none of its classes is there."""
-        old = None if self._recollection is None else self._recollection.drawn
-        if old is None:
-            return {}
-        assert self._newest is not None
-        weight, bias = self._newest.get_parameter("weight"), self._newest.get_parameter("bias")
-        scores = F.linear(old.to(weight), weight.flatten(1), bias)
-        absence = dirichlet(scores, self.config.rectifier).log_uncertainty
-        return {"absent": -(self.config.recollect or 0) * absence.mean()}
+        return terms
 
     def _sure_labels(self, labels: Tensor, teacher_logits: Tensor | None) -> Tensor | None:
         """The teacher's class at background pixels where its u is below the limit, elsewhere background.
@@ -270,15 +238,10 @@ class Evidential(Method):
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)
-        if self._recollection is None:
-            recipe.pop("recollect", None)  # it came later than steps that are kept
-        elif step == 0:
-            recipe["recollect"] = True  # the same model, but its statistics are kept with it
         return recipe if self._replay is None else self._replay.in_recipe(recipe)
 
     def state(self) -> dict[str, Tensor]:
         state = {} if self._replay is None else self._replay.state()
-        state |= {} if self._recollection is None else self._recollection.state()
         if self.config.pseudo_labels is not None:
             state["old_sizes"] = torch.tensor(self._old_sizes, dtype=torch.int64)
         return state
@@ -286,7 +249,5 @@ class Evidential(Method):
     def load_state(self, state: dict[str, Tensor]) -> None:
         if self._replay is not None:
             self._replay.load_state(state)
-        if self._recollection is not None:
-            self._recollection.load_state(state)
         if "old_sizes" in state:
             self._old_sizes = tuple(state["old_sizes"].tolist())
