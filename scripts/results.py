@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="default: results/ and the name of the folder of runs")
     args = parser.parse_args(argv)
     if not args.runs.is_dir():
-        return fail(f"{args.runs} does not exist; train its runs first (incseg train … --out {args.runs}/NAME)")
+        return fail(f"{args.runs} is no folder of runs; train some first (incseg train … --out {args.runs}/NAME)")
     said: dict[str, None] = {}
 
     def warn(line: str) -> None:

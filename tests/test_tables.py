@@ -671,17 +671,20 @@ def test_replayed_images_are_not_ranked(tmp_path: Path) -> None:
     write_run(tmp_path / "a", (50, 20, 40, 30))
     write_run(tmp_path / "b", (5, 2, 4, 3), method="finetune")
     write_run(tmp_path / "c", (60, 30, 50, 40), settings={"method.replay": "/somewhere/web"})
+    write_run(tmp_path / "d", (60, 30, 51, 40), settings={"method.generator": "my:paint"})
     table = compare(read(tmp_path), published=False, warn=fail)[0]
     best = {line.label: table.is_best(line, ("15-1", "overlapped"), "all") for line in table.lines}
-    assert best == {"`finetune`": False, "`evidential`": True, "`evidential` (replay web)": False}
+    assert best == {"`finetune`": False, "`evidential`": True, "`evidential` (generator my:paint)": False,
+                    "`evidential` (replay web)": False}  # fmt: skip
 
 
-def test_a_run_from_a_file_of_settings_shows_the_flags_that_say_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [["--config", "/somewhere/run.yaml"], ["--config=/somewhere/run.yaml"]])
+def test_a_run_from_a_file_of_settings_shows_the_flags_that_say_the_same(given: list[str], tmp_path: Path) -> None:
     """A queue writes such files, and a reader of the table does not have them."""
     settings = {"method.scope": "seen", "model.stages": [3]}
     folder = write_run(tmp_path / "queued", preset="voc-laptop", method="evidential", settings=settings)
     environment = json.loads((folder / "environment.json").read_text())
-    environment["command"] = ["__main__.py", "train", "--config", "/somewhere/run.yaml", "--out", str(folder)]
+    environment["command"] = ["__main__.py", "train", *given, "--out", str(folder)]
     (folder / "environment.json").write_text(json.dumps(environment))
     (record,) = read(tmp_path)
     assert record.command == (
@@ -780,7 +783,7 @@ def test_a_study_of_nothing_but_joint_training(script: ModuleType, tmp_path: Pat
 
 def test_a_study_that_is_not_there(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 2
-    assert capsys.readouterr().err.startswith("error: runs/voc-laptop does not exist; train its runs first")
+    assert capsys.readouterr().err.startswith("error: runs/voc-laptop is no folder of runs; train some first")
     write_run(tmp_path / "runs/voc-laptop/a", steps_done=1)
     assert script.main([]) == 2
     assert "error: runs/voc-laptop holds no finished run yet" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -
         cells = {column: cell for column in columns if (cell := _cell(members, column, joint))}
         family = "joint" if joint else family_of(first.method)
         comparable = first.setting == _USUAL_SETTING.get(dataset, first.setting)
-        more_data = family in UNRANKED or bool(first.options.get("replay"))
+        more_data = family in UNRANKED or bool(first.options.keys() & {"replay", "generator"})
         lines.append(Line(label, family, False, cells, comparable and not more_data, tuple(members)))
     return sorted(lines, key=lambda line: (family_rank(line.family), line.family, line.label))
 

@@ -185,6 +185,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
     method = _need(_need(config, "method", dict, "config.yaml"), "name", str, "config.yaml")
     settings, usually = flatten(config), flatten(usual(config))
     command = _need(environment, "command", list, "environment.json")
+    from_file = any(str(word).split("=")[0] == "--config" for word in command)
     return RunRecord(
         folder=folder,
         **names,
@@ -197,7 +198,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
         rows=rows,
         num_steps=num_steps,
         finished=finished,
-        command=shown_command(_as_flags(folder, settings, usually) if "--config" in command else command),
+        command=shown_command(_as_flags(folder, settings, usually) if from_file else command),
         commit=str(_need(environment, "commit", str | None, "environment.json") or "unknown"),
         threads=_need(environment, "threads", int, "environment.json"),
         machine=_machine(environment),
@@ -408,14 +409,14 @@ def shown_command(tokens: Sequence[Any]) -> str:
 
 def _as_flags(folder: Path, settings: dict[str, Any], usual: dict[str, Any]) -> list[Any]:
     """The command of a run that took its settings from a file, as of a queue: a reader does not have that file."""
-    named = {"preset": None, "data.name": "data", "data.root": "root", "task": None, "setting": None,
-             "method.name": "method", "seed": None}  # fmt: skip
+    always = {"preset": "preset", "data": "data.name", "root": "data.root", "task": "task", "setting": "setting",
+              "method": "method.name", "seed": "seed"}  # fmt: skip
     words = ["incseg", "train"]
-    for key, short in named.items():
+    for flag, key in always.items():
         if settings.get(key) is not None:
-            words += [f"--{short or key}", str(settings[key])]
+            words += [f"--{flag}", str(settings[key])]
     for key, value in settings.items():
-        if key not in named and key not in ("out", "reuse") and value != usual.get(key):
+        if key not in (*always.values(), "out", "reuse") and value != usual.get(key):
             words += [f"--{key}", value_text(value)]
     return [*words, "--out", folder.name]
 
