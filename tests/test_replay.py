@@ -271,6 +271,30 @@ def test_two_processes_draw_what_one_draws(folders: Path, images: int) -> None:
     assert parts[0][:1] + parts[1][:1] == alone[:2]
 
 
+def test_kept_features_serve_the_next_steps_too(folders: Path) -> None:
+    asked: list[int] = []
+
+    def features(images: Any) -> Inputs:
+        asked.extend(int(red) for red in red_pixels(images)[:, 0, 0, 0])
+        return (red_pixels(images),)
+
+    replay = started(folders, index=1, inputs=features)
+    assert sorted(asked) == [10, 20, 30, 40]
+    replay.begin_step(context_of(2, features))
+    assert sorted(asked) == [10, 20, 30, 40, 50, 60], "the step brings photographs of cow, the others are there"
+    batch = Batch((torch.zeros(18, 3, 2, 2),), torch.zeros(18, 2, 2, dtype=torch.uint8), torch.zeros(256))
+    (inputs,) = replay.extend(batch).inputs
+    (anew,) = started(folders, index=2, inputs=features).extend(batch).inputs
+    assert torch.equal(inputs, anew), "the same photographs in the same order as of a run that was interrupted"
+
+
+def test_pixels_are_read_anew_in_every_step(folders: Path) -> None:
+    replay = started(folders, index=1)
+    photograph(folders / "bee" / "40.png", 41)
+    replay.begin_step(context_of(2))
+    assert 41 in drawn_reds(replay, 9, 1)
+
+
 def test_labels_are_the_arg_max_of_the_scores_at_the_size_of_the_batch(folders: Path) -> None:
     """Features stay features, in half precision; labels of increment k begin behind those of the ones before."""
     asked = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from incseg.names import import_named
 from incseg.types import UserError
 
 Picture = Callable[[], Image.Image]
-"""Gives an RGB image when it is needed."""
+"""Gives an RGB image when it is needed; equal ones give equal images."""
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+
+    def __call__(self) -> Image.Image:
+        return read_image(self.path)
 
 
 class Unlabelled(ABC):
@@ -53,7 +62,7 @@ class ImageFolders(Unlabelled):
     def pictures(self, name: str, most: int, seed: int) -> list[Picture]:
         files = self._files(name)
         chosen = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
-        return [partial(read_image, files[i]) for i in chosen]
+        return [_File(files[i]) for i in chosen]
 
     def fingerprint(self) -> str:
         """Over the names and bytes of all images, so that a copy of the folders is the same."""

@@ -76,7 +76,8 @@ class Replay:
     as of the step's own images. The photographs are shown as the test would show them, not mirrored.
 
     Memory: with cached features 2 bytes a value (170 KB an image at 224 pixels with EfficientNet-Lite0) in every
-    process; otherwise files are read again each time, and generated images are kept as they came.
+    process; otherwise files are read again each time, and generated images are kept as they came. A file whose features
+    are kept is not prepared again in the next step: neither the frozen backbone nor the scores of its increment change.
     """
 
     _context: StepContext
@@ -93,7 +94,11 @@ class Replay:
         return {**recipe, "replay": self._source.fingerprint()} if "replay" in recipe else recipe
 
     def begin_step(self, context: StepContext, scores: Scores | None = None) -> None:
-        """Fill the pool; in step 0 only see that there is something for its classes."""
+        """Fill the pool; in step 0 only see that there is something for its classes.
+
+        What `scores` says of an increment must stay what it was in the steps before.
+        """
+        known = {(kept.picture, kept.first): kept for kept in self._pool if kept.features is not None}
         self._pool, self._order = [], []
         self._drawn = torch.zeros((), dtype=torch.int64)
         self._context, self._seed = context, torch.initial_seed()
@@ -106,7 +111,11 @@ class Replay:
         for number, increment in enumerate(old):
             first = sum(len(before.classes) for before in old[:number])
             for position, name in enumerate(increment.classes, start=first):
-                added = self._photographs(name, position, number, first, scores)
+                seed = int(np.random.SeedSequence([self._seed, position]).generate_state(1)[0])
+                pictures = self._source.pictures(name, self._per_class, seed)
+                new = [picture for picture in pictures if (picture, first) not in known]
+                known |= {(made.picture, first): made for made in self._prepared(new, number, first, scores)}
+                added = [known[picture, first] for picture in pictures]
                 places.append(range(len(self._pool), len(self._pool) + len(added)))
                 self._pool += added
         most = max(len(of_class) for of_class in places)
@@ -115,11 +124,9 @@ class Replay:
         context.say(f"replay: {len(self._pool)} images of {len(places)} old classes, {megabytes:.0f} MB in memory")
 
     @torch.no_grad()
-    def _photographs(
-        self, name: str, position: int, increment: int, first: int, scores: Scores | None
+    def _prepared(
+        self, pictures: list[Picture], increment: int, first: int, scores: Scores | None
     ) -> list[_Photograph]:
-        seed = int(np.random.SeedSequence([self._seed, position]).generate_state(1)[0])
-        pictures = self._source.pictures(name, self._per_class, seed)
         found = []
         for start in range(0, len(pictures), _AT_ONCE):
             some = pictures[start : start + _AT_ONCE]
