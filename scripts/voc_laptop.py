@@ -38,6 +38,7 @@ INFERENCE: tuple[Options, ...] = (
 RETESTS: dict[str, tuple[Options, ...]] = {
     **{f"{task}-overlapped-evidential-s42": INFERENCE for task in TASKS},
     **{f"{task}-overlapped-evidential-s{seed}": (REMEDY,) for task in TASKS[:2] for seed in SEEDS[1:]},
+    **{f"{task}-disjoint-evidential-s42": (REMEDY,) for task in TASKS},
 }
 """Options of inference, tried on the last models of some runs: no training."""
 
