@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
+from incseg.cli import main
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir
@@ -55,6 +58,39 @@ def write_config(config: RunConfig, path: Path) -> str:
     """As a file for --config."""
     path.write_text(yaml.safe_dump(config.as_dict()))
     return str(path)
+
+
+def train_in_two_processes(*configs: RunConfig) -> None:
+    """The runs one after the other by the same two processes, forked from one that imports torch for both."""
+    folder = Path(configs[0].out).parent
+    files = [write_config(config, folder / f"{config.folder.name}.yaml") for config in configs]
+    script = "import sys, small_runs; small_runs._fork_two(*sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder / "meeting"), *files],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _fork_two(meeting: str, *files: str) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_one_of_two, args=(rank, meeting, *files)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+
+
+def _one_of_two(rank: int, meeting: str, *files: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    for file in files:
+        if code := main(["train", "--config", file]):
+            sys.exit(code)
 
 
 def quiet() -> Screen:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
-from small_runs import assert_same_run, evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import (
+    assert_same_run,
+    evaluated_again,
+    quiet,
+    rows_of,
+    small_config,
+    train_in_two_processes,
+    write_config,
+)
 from torch import Tensor
 
 from incseg.cli import main
@@ -623,15 +629,7 @@ def test_two_processes_replay_what_one_does(web: str, tmp_path: Path) -> None:
         for name in ("alone", "both")
     )  # fmt: skip
     train(alone, quiet)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "incseg", "train", "--config", write_config(both, tmp_path / "both.yaml")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
+    train_in_two_processes(both)
     for step, (one, two) in enumerate(zip(rows_of(alone.folder), rows_of(both.folder), strict=True)):
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
         mine, theirs = tensors_of(alone.folder, step), tensors_of(both.folder, step)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Interrupting, assert_same_run, quiet, rows_of, small_config, write_config
+from small_runs import Interrupting, assert_same_run, quiet, rows_of, small_config, train_in_two_processes
 from torch import Tensor
 
 from incseg.engine.rundir import RunDir
@@ -345,29 +343,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) ->
     assert_same_run(tmp_path / "finished", tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["rw", "sdr", "ssul", "dkd"])
-def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
+def test_two_processes_equal_one(tmp_path: Path) -> None:
     """Losses, models and states, with fusion; group norm, as the statistics of a batch norm are each process's own."""
     settings = {"epochs": 1, "epochs_later": 2, "lr_later": 0.002, "fusion": "ewf"}
+    names = ("rw", "sdr", "ssul", "dkd")
     alone, both = (
-        config(tmp_path / folder, method={"name": name}, model={"norm": "group"}, train=settings)
-        for folder in ("alone", "both")
+        [
+            config(tmp_path / f"{name}-{who}", method={"name": name}, model={"norm": "group"}, train=settings)
+            for name in names
+        ]
+        for who in ("alone", "both")
     )
-    train(alone, quiet)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "incseg", "train", "--config", write_config(both, tmp_path / "both.yaml")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    for step, (one, two) in enumerate(zip(rows_of(alone.folder), rows_of(both.folder), strict=True)):
-        assert two["losses"] == pytest.approx(one["losses"], rel=1e-3, abs=1e-6)
-        for file in (RunDir.model, RunDir.state):
-            mine, theirs = (read_tensors(file(RunDir(c.folder), step))[0] for c in (alone, both))
-            assert mine.keys() == theirs.keys()
-            for key in mine.keys() - {"seen"}:  # SDR counts positions per process
-                scale = float(mine[key].abs().max())
-                torch.testing.assert_close(theirs[key], mine[key], rtol=1e-3, atol=1e-3 * scale, msg=key)
+    for one in alone:
+        train(one, quiet)
+    train_in_two_processes(*both)
+    for mine, theirs in zip(alone, both, strict=True):
+        assert json.loads((theirs.folder / "environment.json").read_text())["processes"] == 2
+        for step, (one, two) in enumerate(zip(rows_of(mine.folder), rows_of(theirs.folder), strict=True)):
+            assert two["losses"] == pytest.approx(one["losses"], rel=1e-3, abs=1e-6), mine.method.name
+            for file in (RunDir.model, RunDir.state):
+                expected, got = (read_tensors(file(RunDir(c.folder), step))[0] for c in (mine, theirs))
+                assert expected.keys() == got.keys()
+                for key in expected.keys() - {"seen"}:  # SDR counts positions per process
+                    scale = float(expected[key].abs().max())
+                    message = f"{mine.folder.name}, step {step}: {key}"
+                    torch.testing.assert_close(got[key], expected[key], rtol=1e-3, atol=1e-3 * scale, msg=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,21 @@ from incseg.engine.rundir import RunDir
 from incseg.experiment import train
 
 
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and the cache that it left; read only."""
+    folder = tmp_path_factory.mktemp("learnt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INCSEG_CACHE", str(folder / "cache"))
+        train(small_config(folder / "run", reuse=True), quiet)
+    return folder
+
+
 @pytest.fixture
-def first(tmp_path: Path) -> Path:
-    train(small_config(tmp_path / "first", reuse=True), quiet)
-    return tmp_path / "first"
+def first(learnt: Path) -> Path:
+    """The run, with a copy of its cache as the test's own."""
+    shutil.copytree(learnt / "cache", os.environ["INCSEG_CACHE"], dirs_exist_ok=True)
+    return learnt / "run"
 
 
 def reused(folder: Path) -> list[bool]:
