@@ -40,6 +40,7 @@ from incseg.files import read_tensors
 from incseg.losses.labels import painted, shifted
 from incseg.methods import build_method
 from incseg.methods.base import StepContext
+from incseg.methods.evidential import Evidential
 from incseg.methods.finetune import Finetune
 from incseg.methods.recall import Recall, build_helper, decoder_tensors, fit_helper
 from incseg.methods.replay import Replay, Scores, open_replay
@@ -635,6 +636,25 @@ def test_two_processes_replay_what_one_does(web: str, tmp_path: Path) -> None:
         mine, theirs = tensors_of(alone.folder, step), tensors_of(both.folder, step)
         for name in mine:
             torch.testing.assert_close(theirs[name], mine[name], rtol=1e-4, atol=1e-5)
+
+
+def test_photographs_leave_what_own_pixels_count_to_evidence(folders: Path) -> None:
+    method = Evidential(Evidential.Config(replay=str(folders)))
+    method.begin_step(context_of(2))
+    own = batch_of(3)
+    longer = method.extend(own)
+    assert len(longer.labels) == 6
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(6, 4, 2, 2, requires_grad=True), torch.randn(6, 3, 2, 2)
+
+    def gradient(batch: Batch, images: int) -> Tensor:
+        out, old = (Output(z[:images], torch.zeros(images, 1, 2, 2)) for z in (logits, teacher))
+        (found,) = torch.autograd.grad(sum(method.losses(batch, out, old, STEPS[2]).values()), logits)
+        return found
+
+    with_photographs, without = gradient(longer, 6), gradient(own, 3)
+    torch.testing.assert_close(with_photographs[:3], without[:3])
+    assert with_photographs[3:].abs().min() > 0, "and the photographs count as well"
 
 
 # --- the script that makes folders --------------------------------------------------------------------------------

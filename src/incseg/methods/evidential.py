@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -126,7 +126,11 @@ class Evidential(Method):
             self._replay.begin_step(context)
 
     def extend(self, batch: Batch) -> Batch:
-        return batch if self._replay is None else self._replay.extend(batch)
+        """Photographs come on top: losses are divided by the step's own pixels alone.
+
+        A mean over both would halve what a pixel of a new class counts, and rare classes were then not learnt at all.
+        """
+        return batch if self._replay is None else replace(self._replay.extend(batch), counts=batch.counts)
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
         config = self.config
@@ -238,7 +242,9 @@ class Evidential(Method):
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)
-        return recipe if self._replay is None else self._replay.in_recipe(recipe)
+        if self._replay is None or "replay" not in recipe:
+            return recipe
+        return {**self._replay.in_recipe(recipe), "photographs": "on top"}  # until 2026-11 they were in the mean
 
     def state(self) -> dict[str, Tensor]:
         state = {} if self._replay is None else self._replay.state()
