@@ -39,7 +39,7 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "ssul": [{"train.lr_later": rate} for rate in ("0.05", "0.15")],
     "ilt": [{"method.lambda_features": w} for w in ("100", "1000")],
     "sdr": [{"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))],
-    "recall": [{"method.replay": "WEB"}],
+    "recall": [{"method.replay": "WEB", "train.lr_later": rate} for rate in ("0.01", "0.02", "0.04", "0.08", "0.15")],
     "lwf_mc": [{"method.lambda_kd": w} for w in ("10", "30")],
     "ewc": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
     "pi": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],

@@ -45,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "evidential": {"train": {"lr": 0.3, "lr_later": 0.02}},
             "mib": {"method": {"lambda_kd": 30.0}},
             "ssul": {"train": {"lr_later": 0.05}},
+            "recall": {"train": {"lr_later": 0.15}},
             "ewc": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
             "pi": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
             "rw": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
