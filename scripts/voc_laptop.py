@@ -108,7 +108,7 @@ def study() -> Iterator[Run]:
     yield ablation("15-1", "train.frozen_later", "head")
     yield run("10-1", "disjoint")
     yield run("10-1", method="finetune")
-    yield from (run(task, "disjoint", "finetune") for task in ("15-5", "15-1"))
+    yield from (run(task, "disjoint", "finetune") for task in ("15-5", "15-1", "10-1"))
     for seed in SEEDS:
         if seed != first:
             yield run("10-1", seed=seed)
