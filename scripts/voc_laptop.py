@@ -82,7 +82,7 @@ def comparison() -> Iterator[Run]:
     names = (*RIVALS, *COMBINED)
     yield from (rival(name, task) for name in names for task in ("15-1", "15-5"))
     yield from (rival(name, task, "disjoint") for name in names for task in ("15-1", "15-5"))
-    yield from (rival(name, "15-1", seed=seed) for seed in SEEDS[1:] for name in names)
+    yield from (rival(name, "15-1", seed=seed) for seed in SEEDS[1:] for name in ("finetune", *names))
     yield from (rival(name, "10-1") for name in names)
 
 
@@ -115,6 +115,7 @@ def study() -> Iterator[Run]:
             yield from (run(task, "disjoint", seed=seed) for task in ("15-5", "15-1"))
             yield run("15-1", "joint", seed=seed)
             yield run("15-1", method="joint", seed=seed)
+            yield run("15-5", method="finetune", seed=seed)
 
 
 def prepared(one: Run, root: str, out: Path) -> tuple[str, ...]:
