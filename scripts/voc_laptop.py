@@ -61,20 +61,22 @@ def ablation(task: str, option: str, value: str) -> Run:
 
 
 RIVALS = ("mib", "plop", "sdr", "ilt", "lwf", "dkd", "ssul", "lwf_mc", "recall", "ewc", "pi", "rw")
+REPLAY = ("--method.replay", "WEB")
+"""WEB stands for the folders of photographs, which `prepared` makes."""
 COMBINED = {
     "sdr+mib": ("sdr", "--method.output", "mib", "--method.lambda_kd", "30"),
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
     "evidential+pod": ("evidential", "--method.pod", "0.01"),
-    "evidential+replay": ("evidential", "--method.replay", "WEB"),
+    "evidential+replay": ("evidential", *REPLAY, "--method.lambda_kd", "1", "--train.lr_later", "0.15"),
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
 }
-"""Methods with a piece of another."""
+"""Methods with a piece of another, at the rate and weight of distillation that held-out images ask for."""
 
 
 def rival(name: str, task: str, setting: str = "overlapped", seed: int = 42) -> Run:
-    """A method of the comparison; WEB stands for the folders of photographs, which `prepared` makes."""
-    method, *flags = COMBINED.get(name, (name, "--method.replay", "WEB") if name == "recall" else (name,))
+    """A method of the comparison."""
+    method, *flags = COMBINED.get(name, (name, *REPLAY) if name == "recall" else (name,))
     return Run(f"{task}-{setting}-{name}-s{seed}", (*run(task, setting, method, seed).options, *flags))
 
 
