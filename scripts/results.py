@@ -1,10 +1,12 @@
-"""A study's run folders as pages: results/NAME/main, ablations, unknown and classes, each as .md and .json, and
-the paper's table, ours beside the published, as results/NAME/paper.md, .tex, .csv and .json.
+"""A study as pages: results/NAME/main, ablations, unknown and classes, each as .md and .json, and the paper's table,
+ours beside the published, as results/NAME/paper.md, .tex, .csv and .json.
 
     python scripts/results.py [runs/voc-laptop] [--out results/voc-laptop]
 
-Runs under RUNS/ablations are held against the run of the same task, setting, method and seed elsewhere under RUNS. No
-model is loaded and nothing is trained; the same folders give the same pages.
+Of every finished run under RUNS a small file is kept in results/NAME/runs, and the pages are made from all that were
+ever kept there: run folders may be gone, or lie on another machine. Runs under ablations/ are held against the run of
+the same task, setting, method and seed elsewhere. No model is loaded and nothing is trained; the same files give the
+same pages.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from pathlib import Path
 from incseg.cli.settings import usual_settings
 from incseg.files import write_json, write_text
 from incseg.report.compare import compare
+from incseg.report.kept import keep_runs
 from incseg.report.pages import ablations_page, classes_page, main_page, unknown_page
-from incseg.report.tables import read_runs, shown_path
+from incseg.report.records import read_runs, shown_path
 from incseg.report.writers import FORMATS, written
 from incseg.types import UserError
 
@@ -28,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="?", default=Path("runs/voc-laptop"))
     parser.add_argument("--out", type=Path, help="default: results/ and the name of the folder of runs")
     args = parser.parse_args(argv)
-    if not args.runs.is_dir():
+    out: Path = args.out or Path("results") / args.runs.resolve().name
+    kept = out / "runs"
+    if not args.runs.is_dir() and not kept.is_dir():
         return fail(f"{args.runs} is no folder of runs; train some first (incseg train … --out {args.runs}/NAME)")
     said: dict[str, None] = {}
 
@@ -38,23 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         said[line] = None
 
     try:
-        records = read_runs([args.runs], usual_settings, warn)
+        if args.runs.is_dir():
+            here = read_runs([args.runs], usual_settings, warn)
+            for record in here:
+                if not record.finished:
+                    warn(record.how_far)
+            print(f"kept {len(keep_runs(here, args.runs, kept, warn))} finished runs of {args.runs} in {kept}")
+        records = read_runs([kept], usual_settings, warn) if kept.is_dir() else []
     except UserError as error:
         return fail(str(error))
-    for record in records:
-        if not record.finished:
-            warn(record.how_far)
-    finished = [record for record in records if record.finished]
-    if not finished:
+    if not records:
         return fail(f"{args.runs} holds no finished run yet")
-    apart = args.runs / "ablations"
-    ablations = [record for record in finished if apart in record.folder.parents]
-    study = [record for record in finished if apart not in record.folder.parents]
+    apart = kept / "ablations"
+    ablations = [record for record in records if apart in record.folder.parents]
+    study = [record for record in records if apart not in record.folder.parents]
     trained = [record for record in study if record.retest is None]
     made_by = f"python scripts/results.py {shown_path(args.runs)}"
     pages = [page(trained, made_by, warn) for page in (main_page, unknown_page, classes_page)]
     pages.append(ablations_page(study, ablations, made_by, warn))
-    out = args.out or Path("results") / args.runs.resolve().name
     for page in pages:
         write_text(out / f"{page.name}.md", page.text)
         write_json(out / f"{page.name}.json", page.data)

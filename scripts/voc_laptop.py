@@ -3,7 +3,7 @@
 A list of runs for the queue of `incseg sweep`: finished ones are passed over, interrupted ones go on, a base step is
 trained once, and `incseg sweep status` tells how far they are. Two at a time with one thread each by default, which on
 two cores that others use too is faster than one with two. `make results` writes the tables from the run folders, at any
-time.
+time, and keeps what they say in results/; --missing leaves out what is kept there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from incseg.engine.rundir import RunDir
 from incseg.engine.workers import Workers
 from incseg.errors import UserError
 from incseg.experiment import job_of
+from incseg.report.records import KEPT_SUFFIX
 
 SEEDS = (42, 1337, 2001)
 TASKS = ("15-1", "15-5", "10-1")
@@ -174,9 +175,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each run")
     parser.add_argument("--only", default=[""], nargs="+", help="runs whose name contains one of these, in that order")
+    parser.add_argument("--missing", action="store_true", help="only runs that are not in results/ yet")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     args = parser.parse_args()
     runs = [*dict.fromkeys(r for part in args.only for r in (*study(), *comparison()) if part in r.name)]
+    if args.missing:
+        kept = Path("results") / args.out.name / "runs"
+        runs = [r for r in runs if not (kept / f"{r.name}{KEPT_SUFFIX}").exists()]
     if args.list:
         print("\n".join(r.name for r in runs))
         return

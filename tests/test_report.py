@@ -24,9 +24,9 @@ from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
 from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
 from incseg.report.figures import Reliability, Unknown, class_heat_map, class_table, takings
+from incseg.report.records import read_runs
 from incseg.report.sections import Section, sections_of, step_name
 from incseg.report.style import INK, Drawn, keep, line_style
-from incseg.report.tables import read_runs
 from incseg.types import IGNORE
 
 GROUPS = (("cat", "cow"), ("sheep",), ("sofa",))

@@ -33,9 +33,9 @@ from incseg.report.choice import (
 from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
 from incseg.report.page import Block
 from incseg.report.pictures import Classes, Row, Tile, sheet
+from incseg.report.records import RunRecord
 from incseg.report.sections import MAIN, MethodRuns, Section
 from incseg.report.style import Drawn, keep
-from incseg.report.tables import RunRecord
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 MOST_METHODS = 6

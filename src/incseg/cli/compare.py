@@ -9,7 +9,7 @@ from pathlib import Path
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
 from incseg.report.compare import compare
-from incseg.report.tables import read_runs
+from incseg.report.records import read_runs
 from incseg.report.writers import FORMATS, written
 from incseg.types import UserError
 

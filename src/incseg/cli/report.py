@@ -16,8 +16,8 @@ from incseg.files import write_text
 from incseg.gallery import Models, report_blocks
 from incseg.report.chapters import section_blocks, table_chapters, under_way
 from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
+from incseg.report.records import RunRecord, read_runs
 from incseg.report.sections import sections_of
-from incseg.report.tables import RunRecord, read_runs
 from incseg.types import UserError
 
 HELP = "a page with tables, curves, pictures and uncertainty of some runs, and its figures as PNG and SVG"

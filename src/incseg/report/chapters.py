@@ -22,9 +22,9 @@ from incseg.report.figures import (
     unknown_areas,
 )
 from incseg.report.page import Block, Chapter, bullets, plain_table
+from incseg.report.records import RunRecord, Warn
 from incseg.report.sections import MethodRuns, Section
 from incseg.report.style import keep
-from incseg.report.tables import RunRecord, Warn
 from incseg.report.writers import figure_text, to_html
 
 _MOST_TAKINGS = 6

@@ -11,16 +11,8 @@ from typing import Any
 
 from incseg.metrics.continual import FIGURES
 from incseg.report.published import PUBLISHED, SOURCES, UNRANKED, Column, Published, family_of, family_rank
-from incseg.report.tables import (
-    ALL_FIGURES,
-    Group,
-    RunRecord,
-    Spread,
-    Warn,
-    group,
-    options_text,
-    task_rank,
-)
+from incseg.report.records import ALL_FIGURES, RunRecord, Warn, options_text
+from incseg.report.tables import Group, Spread, group, task_rank
 
 JOINT = "joint"
 _LAYOUTS: dict[str, tuple[Column, ...]] = {
@@ -256,12 +248,12 @@ def origin_line(records: Iterable[RunRecord]) -> str:
     records = list(records)
     runs = sum(record.retest is None for record in records)
     tests = len(records) - runs
-    hours = sum(record.own_seconds for record in records) / 3600
+    hours = sum(record.seconds for record in records) / 3600
     threads = sorted({record.threads for record in records})
     return (
         f"{runs} run{'s' * (runs != 1)}"
         + (f" and {tests} test{'s' * (tests != 1)} with other inference options" if tests else "")
-        + f", {hours:.1f} hours in all (a step taken from another run costs its test only), "
+        + f", {hours:.1f} hours in all (a step that several runs share counts in each), "
         f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}; "
         f"commits {', '.join(sorted({record.commit for record in records}))}; "
         f"{'; '.join(sorted({record.machine for record in records}))}."

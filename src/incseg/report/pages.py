@@ -6,9 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from incseg.engine.rundir import RunDir
 from incseg.metrics.continual import FIGURES
 from incseg.report.compare import (
     JOINT,
@@ -21,26 +18,15 @@ from incseg.report.compare import (
     present_columns,
     rules_lines,
 )
+from incseg.report.fates import LEAST_SHARE, MeanFate, mean_fates
 from incseg.report.published import Column
-from incseg.report.tables import (
-    ALL_FIGURES,
-    Group,
-    RunRecord,
-    Spread,
-    Warn,
-    changes,
-    group,
-    options_text,
-    spread,
-    value_text,
-)
+from incseg.report.records import ALL_FIGURES, RunRecord, Warn, changes, options_text, value_text
+from incseg.report.tables import Group, Spread, group, spread
 from incseg.report.writers import code_block, figure_text, markdown_table
 
 _SEEDS_NOTE = "± is the standard deviation (n − 1) over seeds; variances stand apart. A cell that was not run is empty."
 _MOST_NAMED = 4
 """Classes in a cell that tells who took whose pixels."""
-_LEAST_SHARE = 0.005
-"""A share that such a cell does not name."""
 
 
 @dataclass
@@ -324,39 +310,19 @@ def _ranking_text(found: list[dict[str, float]] | None) -> str:
 # --- single classes ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _ClassFate:
-    """What became of a class: IoU after the step that learnt it and at the end, and its pixels in the last test.
-
-    recall_learnt: share of its pixels that were found after step 0; None of a class learnt later.
-    recall_end:    the same at the end.
-    lost_to:       shares of its pixels that went to other classes since step 0; of a class learnt later, in all.
-    taken_from:    shares of the pixels that were called by its name and belong to others.
-    """
-
-    name: str
-    step: int
-    iou_learnt: Spread | None
-    iou_end: Spread | None
-    recall_learnt: float | None
-    recall_end: float | None
-    lost_to: dict[str, float]
-    taken_from: dict[str, float]
-
-
 def classes_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
     """IoU of each class when it was learnt and at the end, and which class took whose pixels."""
     body = ["IoU in percent after the step that learnt a class → after the last step, means over seeds. Then, from the "
-            "confusion matrices of the last test (summed over seeds): whose pixels each class of a later step took, "
+            "confusion matrices of the last test (means over seeds): whose pixels each class of a later step took, "
             "and to whom the classes of step 0 lost theirs since the test after step 0.", ""]  # fmt: skip
     rows = []
     for title, column, table in _sections(records, warn):
         fates = {}
         for line in table.lines:
             for one in _of_column(line, column):
-                fates[line.label] = _fates(one, warn)
+                fates[line.label] = mean_fates(one, warn)
                 about = {key: getattr(one.first, key) for key in ("dataset", "task", "setting", "method", "options")}
-                rows += [{**about, "seeds": one.seeds, **_fate_as_dict(fate)} for fate in fates[line.label]]
+                rows += [{**about, "seeds": one.seeds, **fate.as_dict()} for fate in fates[line.label]]
         names = dict.fromkeys(fate.name for of_method in fates.values() for fate in of_method)
         by_name = {label: {fate.name: fate for fate in of_method} for label, of_method in fates.items()}
         body += [title, ""]
@@ -367,78 +333,19 @@ def classes_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page
     return _page("classes", "Class by class", body, records, made_by, {"rows": rows})
 
 
-def _fates(one: Group, warn: Warn) -> list[_ClassFate]:
-    learnt_in = {name: row["index"] for row in one.first.rows for name in row["classes"]}
-    names = ["background", *learnt_in]
-    first, last = _confusion(one, 0, warn), _confusion(one, one.first.num_steps - 1, warn)
-    fates = []
-    for label, name in enumerate(names):
-        step = learnt_in.get(name, 0)
-        if name not in one.first.rows[-1]["iou"]:
-            continue  # ADE20k has no background
-        lost, taken = _shares(last, label, axis=1), _shares(last, label, axis=0)
-        recall_end = lost.pop(label, None)
-        taken.pop(label, None)
-        recall_learnt = None
-        if label > 0 and step == 0 and one.first.num_steps > 1:
-            before = _shares(first, label, axis=1)
-            recall_learnt = before.pop(label, None)
-            lost = {other: share - before.get(other, 0.0) for other, share in lost.items()}
-        fates.append(
-            _ClassFate(
-                name,
-                step,
-                spread(record.rows[step]["iou"][name] for record in one.records),
-                spread(record.rows[-1]["iou"][name] for record in one.records),
-                recall_learnt,
-                recall_end,
-                {names[other]: share for other, share in lost.items()},
-                {names[other]: share for other, share in taken.items()},
-            )
-        )
-    return fates
-
-
-def _confusion(one: Group, step: int, warn: Warn) -> np.ndarray | None:
-    """(N+1, N+1) counts, row = target, column = predicted, summed over seeds; None where a file lacks or is broken."""
-    total = None
-    num_labels = 1 + sum(len(row["classes"]) for row in one.first.rows[: step + 1])
-    for record in one.records:
-        file = RunDir(record.folder).confusion(step)
-        try:
-            counts = np.load(file, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            warn(f"{file} cannot be read ({' '.join(str(error).split())}); its classes are shown without it")
-            return None
-        if counts.shape != (num_labels, num_labels):
-            warn(f"{file} has shape {counts.shape}, not {num_labels} × {num_labels}; its classes are shown without it")
-            return None
-        total = counts if total is None else total + counts
-    return total
-
-
-def _shares(confusion: np.ndarray | None, label: int, axis: int) -> dict[int, float]:
-    """Where the pixels of a row (axis 1: the true class) or column (axis 0: the predicted one) went, as shares."""
-    if confusion is None:
-        return {}
-    counts = confusion[label] if axis == 1 else confusion[:, label]
-    total = counts.sum()
-    return {other: float(count / total) for other, count in enumerate(counts)} if total else {}
-
-
-def _iou_text(fate: _ClassFate | None) -> str:
+def _iou_text(fate: MeanFate | None) -> str:
     if fate is None:
         return ""
     return " → ".join(f"{value.mean:.1f}" if value else "–" for value in (fate.iou_learnt, fate.iou_end))
 
 
-def _fate_tables(title: str, fates: Sequence[_ClassFate]) -> list[str]:
+def _fate_tables(title: str, fates: Sequence[MeanFate]) -> list[str]:
     later, old = [fate for fate in fates if fate.step > 0], [fate for fate in fates if fate.recall_learnt is not None]
     lines = []
     if later:
         heading = ["class", "learnt in step", "found", "right where called so", "in truth elsewhere"]
         rows = [
-            [fate.name, str(fate.step), _percent(fate.recall_end), _right(fate), _named(fate.taken_from)]
+            [fate.name, str(fate.step), _percent(fate.recall_end), _percent(fate.precision), _named(fate.taken_from)]
             for fate in later
         ]
         lines += [f"### {title}: what is called by a new name", "", *markdown_table(heading, rows, left=5), ""]
@@ -452,11 +359,6 @@ def _fate_tables(title: str, fates: Sequence[_ClassFate]) -> list[str]:
     return lines
 
 
-def _right(fate: _ClassFate) -> str:
-    """Precision; empty where nothing was called by its name."""
-    return _percent(1 - sum(fate.taken_from.values())) if fate.taken_from else ""
-
-
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
 
@@ -464,17 +366,4 @@ def _percent(share: float | None) -> str:
 def _named(shares: dict[str, float]) -> str:
     """The largest few: background 41.0, cow 20.3."""
     largest = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:_MOST_NAMED]
-    return ", ".join(f"{name} {_percent(share)}" for name, share in largest if share >= _LEAST_SHARE)
-
-
-def _fate_as_dict(fate: _ClassFate) -> dict[str, Any]:
-    return {
-        "class": fate.name,
-        "learnt_in": fate.step,
-        "iou_learnt": _as_dict(fate.iou_learnt),
-        "iou_end": _as_dict(fate.iou_end),
-        "recall_after_step_0": fate.recall_learnt,
-        "recall_end": fate.recall_end,
-        "lost_to": {name: share for name, share in fate.lost_to.items() if abs(share) >= _LEAST_SHARE},
-        "taken_from": {name: share for name, share in fate.taken_from.items() if share >= _LEAST_SHARE},
-    }
+    return ", ".join(f"{name} {_percent(share)}" for name, share in largest if share >= LEAST_SHARE)

@@ -11,7 +11,8 @@ import numpy as np
 from incseg.engine.rundir import RunDir
 from incseg.report.compare import JOINT, learns_everything, lines_of
 from incseg.report.published import family_of, family_rank
-from incseg.report.tables import Group, RunRecord, Spread, Warn, group, options_text, spread, task_rank
+from incseg.report.records import RunRecord, Warn, options_text
+from incseg.report.tables import Group, Spread, group, spread, task_rank
 
 MAIN = "evidential"
 """The method that stands above, where it was run."""
@@ -117,8 +118,9 @@ def step_name(index: int, classes: Sequence[str]) -> str:
 
 
 def sections_of(records: Sequence[RunRecord], warn: Warn) -> list[Section]:
-    """Sections of runs that have done a step, retests left out, in the order of tables."""
-    groups = group([r for r in records if r.retest is None and r.rows], warn)
+    """Sections of runs that have done a step, in the order of tables; retests and kept runs, which have no steps to
+    show, left out."""
+    groups = group([r for r in records if r.retest is None and not r.kept and r.rows], warn)
     sections = []
     for dataset in sorted({one.first.dataset for one in groups}):
         own = [one for one in groups if one.first.dataset == dataset]
