@@ -23,9 +23,10 @@ lint: setup
 	$(BIN)/ruff format --check src tests scripts
 	$(BIN)/mypy
 
-# pages of results/ from the run folders under RUNS; trains nothing
+# pages of results/ and tables of the docs from the run folders under RUNS and from what was kept of others; trains nothing
 results: setup
 	$(BIN)/python scripts/results.py $(RUNS)
+	$(BIN)/python scripts/doc_tables.py
 
 results-shapes: setup
 	$(BIN)/python scripts/compare_shapes.py

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,20 @@ from incseg.files import write_array, write_json
 from incseg.protocol import RULES
 from incseg.types import UserError
 
+ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ("base", "new", "all", "inc")
 DEFAULT_PRESETS = {"voc": "voc-laptop", "ade20k": "paper-ade", "shapes": "shapes"}
+
+
+def script(name: str) -> ModuleType:
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"scripts/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for the names in annotations
+    spec.loader.exec_module(module)
+    return module
 
 
 def ranking(auroc: float) -> dict[str, float]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import made_up_runs
 import numpy as np
 import pytest
-from made_up_runs import write_run
+from made_up_runs import ROOT, write_run
 
 from incseg.cli import main
 from incseg.cli.settings import usual_settings
@@ -21,8 +22,7 @@ from incseg.files import write_array, write_record
 from incseg.report.fates import fates_of
 from incseg.report.kept import keep_runs
 from incseg.report.records import KEPT_SUFFIX, RunRecord, optional_settings, read_runs
-
-ROOT = Path(__file__).parent.parent
+from incseg.types import UserError
 
 
 def fail(line: str) -> None:
@@ -37,12 +37,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_script", ROOT / "scripts/results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return made_up_runs.script("results")
 
 
 @pytest.fixture
@@ -197,10 +192,26 @@ def test_a_bit_that_turned_is_found(runs: Path, capsys: pytest.CaptureFixture[st
     assert "its checksum does not fit" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not (ROOT / "results/voc-laptop/runs").is_dir(), reason="results/ is in a checkout only")
+KEPT_HERE = pytest.mark.skipif(not (ROOT / "results/voc-laptop/runs").is_dir(), reason="results/ is in a checkout only")
+
+
+@KEPT_HERE
 def test_the_pages_of_the_study_are_what_its_kept_runs_say(script: ModuleType) -> None:
     """No figure of results/voc-laptop was written by hand, and none is of a run that is not kept."""
     shutil.copytree(ROOT / "results/voc-laptop/runs", "results/voc-laptop/runs")
     assert script.main(["runs/voc-laptop"]) == 0
     for name in ("main.md", "ablations.md", "unknown.md", "classes.md", "paper.md", "paper.csv"):
         assert (Path("results/voc-laptop") / name).read_text() == (ROOT / "results/voc-laptop" / name).read_text(), name
+
+
+@KEPT_HERE
+def test_the_tables_of_readme_and_docs_are_what_the_kept_runs_say(capsys: pytest.CaptureFixture[str]) -> None:
+    module = made_up_runs.script("doc_tables")
+    assert module.main(["--check"]) == 0, capsys.readouterr().err
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    *_, row = re.findall(r"^\| \*\*evidential\*\* \|.*$", readme, re.MULTILINE)
+    spoilt = readme.replace(row, row.replace("5", "6"))
+    assert spoilt != readme
+    assert module.with_tables(spoilt, module.Study(module.KEPT)) == readme
+    with pytest.raises(UserError, match="there is no table 'mine'; choose from headline"):
+        module.with_tables("<!-- table mine -->\n<!-- end -->", module.Study(module.KEPT))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import math
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import made_up_runs
 import numpy as np
 import pytest
 import yaml
@@ -33,8 +33,6 @@ from incseg.report.records import RunRecord, read_runs, shown_command
 from incseg.report.tables import group, spread
 from incseg.report.writers import FORMATS, to_csv, to_latex, to_markdown
 from incseg.types import UserError
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def read(*folders: Path, warned: list[str] | None = None) -> list[RunRecord]:
@@ -604,12 +602,7 @@ def test_the_overview_shows_compare(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_script", ROOT / "scripts/results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return made_up_runs.script("results")
 
 
 @pytest.fixture
