@@ -150,6 +150,11 @@ def test_a_report_has_kept_runs_in_its_tables_only(runs: Path, capsys: pytest.Ca
     assert "Lines are means" not in text  # one seed is drawn
     assert main(["report", str(kept), "--images", "0", "--out", "tables"]) == 0
     assert "All / Inc after" not in Path("tables/index.html").read_text()
+    capsys.readouterr()
+    assert main(["report", str(kept / "e1337.run.json"), "--images", "0"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {kept / 'e1337.run.json'} is a file; say with --out DIR where its page goes\n"
+    )
 
 
 BROKEN: dict[str, Any] = {

@@ -25,7 +25,7 @@ IMAGES = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders with run folders in them")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, folders with run folders in them, or kept runs (*.run.json)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page goes (default: RUN/report)")
     parser.add_argument(
         "--images", type=int, default=IMAGES, metavar="N",
@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     warnings = _Warnings()
     records = read_runs(args.runs, usual_settings, warnings.add)
-    for record in (record for record in records if not record.rows):
+    for record in (record for record in records if not record.rows and not record.finished):
         warnings.add(f"{record.folder} has no finished step yet")
-    records = [record for record in records if record.rows]
+    records = [record for record in records if record.rows or record.finished]
     if not records:
         reasons = f" ({warnings.lines[0]})" if warnings.lines else ""
         raise UserError(f"nothing to report in {', '.join(args.runs)}{reasons}; incseg train makes runs")
@@ -91,6 +91,8 @@ def _say(line: str) -> None:
 def _folder(args: argparse.Namespace) -> Path:
     if args.out is None and len(args.runs) > 1:
         raise UserError(f"{len(args.runs)} folders were given; say with --out DIR where their page goes")
+    if args.out is None and Path(args.runs[0]).is_file():
+        raise UserError(f"{args.runs[0]} is a file; say with --out DIR where its page goes")
     out: Path = args.out or Path(args.runs[0]) / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out '{out}' is a file; choose a folder")
