@@ -369,7 +369,7 @@ def test_a_faulty_image_stops_with_its_name_from_any_loader(tmp_path: Path, monk
     [
         ("epochs", 0), ("epochs_later", 0), ("batch_size", 0), ("crop", 0), ("workers", -1), ("lr", -0.1),
         ("lr_later", math.inf), ("momentum", 1.0), ("momentum", -0.1), ("weight_decay", -1.0), ("power", math.nan),
-        ("clip", 0.0), ("checkpoint_seconds", math.nan),
+        ("clip", 0.0), ("clip_later", -1.0), ("checkpoint_seconds", math.nan),
     ],
 )  # fmt: skip
 def test_impossible_training_settings_are_refused(setting: str, value: float) -> None:

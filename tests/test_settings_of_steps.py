@@ -31,6 +31,26 @@ def test_later_steps_leave_alone_what_is_frozen(tmp_path: Path) -> None:
     assert changed(tmp_path / "head", "head") == {name for name in everything if name.startswith("classifiers")}
 
 
+def test_a_limit_of_later_gradients_is_for_later_steps_alone(tmp_path: Path) -> None:
+    """Step 0 learns as without it; step 1, whose gradients are cut to nothing, is moved by weight decay alone."""
+    common = {"epochs": 1, "momentum": 0.0, "weight_decay": 0.0, "frozen_later": "statistics"}
+    for name, limits in {"free": {}, "later": {"clip_later": 1e-9}, "first": {"clip": 1e-9, "clip_later": 1e9}}.items():
+        train(small_config(tmp_path / name, train={**common, **limits}), quiet)
+    models = {
+        (name, step): read_tensors(RunDir(tmp_path / name).model(step))[0]
+        for name in ("free", "later", "first")
+        for step in (0, 1)
+    }
+
+    def moved(name: str) -> float:
+        before, after = models[name, 0], models[name, 1]
+        return max(float((after[key].float() - before[key].float()).abs().max()) for key in before)
+
+    assert all(torch.equal(models["free", 0][key], models["later", 0][key]) for key in models["free", 0])
+    assert moved("later") < 1e-8 < 1e-4 < moved("free")
+    assert moved("first") > 1e-4
+
+
 def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", data={"holdout": 4})
     setup = Setup.of(config, build_method(config.method), quiet())

@@ -80,6 +80,7 @@ def test_any_other_recipe_is_trained(first: Path, tmp_path: Path, changes: dict[
     [
         {"train": {"lr_later": 0.01}},
         {"train": {"epochs_later": 1}},
+        {"train": {"clip_later": 1e-3}},
         {"method": {"name": "evidential", "lambda_kd": 1.0}},
     ],
     ids=str,

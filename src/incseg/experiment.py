@@ -432,9 +432,12 @@ def _recipe(
 
 def _training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, Any]:
     """The part of a step's recipe that the settings of training and method decide."""
-    of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "fusion", "workers", "checkpoint_seconds"}
-    newer = ("accumulate", "fast")  # named where they are set, so that steps kept before there were such settings count
-    training = {key: value for key, value in config.as_dict()["train"].items() if key not in (*of_step, *newer)}
+    of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "fusion", "clip", "clip_later"}
+    of_no_step = {"workers", "checkpoint_seconds"}
+    newer = {"accumulate", "fast"}  # named where they are set, so that steps kept before there were such settings count
+    apart = of_step | of_no_step | newer
+    training = {key: value for key, value in config.as_dict()["train"].items() if key not in apart}
+    training["clip"] = config.train.clip_of(step)
     if config.train.fast:
         training["fast"] = config.train.fast
     if (config.train.accumulate or 1) > 1:  # batch norms see micro-batches

@@ -17,7 +17,12 @@ HELP = "a table of finished runs in the paper's layout, mean over seeds, beside 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, folders with run folders in them, or kept runs (*.run.json)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folders, folders with run folders in them, or kept runs (*.run.json)",
+    )
     parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")
     parser.add_argument(

@@ -25,7 +25,12 @@ IMAGES = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, folders with run folders in them, or kept runs (*.run.json)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folders, folders with run folders in them, or kept runs (*.run.json)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page goes (default: RUN/report)")
     parser.add_argument(
         "--images", type=int, default=IMAGES, metavar="N",

@@ -60,6 +60,8 @@ class TrainConfig:
         label_stride: train against every so many-th label in both directions; 1 is the full resolution.
         flip: mirror half of the images.
         clip: largest norm of the gradient; empty for no limit.
+        clip_later: the same in the steps after the first, where one image whose old objects were lost for a moment can
+            pull a hundred times as hard as the others; empty for the same as `clip`.
         fast: of channels_last, compile and fused (the optimiser's update), those that are to save time on a GPU; the
             last digits of a result change. Empty for none.
         fusion: ewf fuses the model with the one before it at the end of every step after the first; empty for not.
@@ -82,6 +84,7 @@ class TrainConfig:
     label_stride: int = 1
     flip: bool = True
     clip: float | None = None
+    clip_later: float | None = None
     fast: tuple[Fast, ...] | None = None
     fusion: Literal["ewf"] | None = None
     workers: int | None = None
@@ -105,11 +108,17 @@ class TrainConfig:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must be a finite number from 0")
         if not 0 <= self.momentum < 1:
             raise UserError(f"train.momentum is {self.momentum}; it must be from 0 to below 1")
-        if self.clip is not None and not self.clip > 0:
-            raise UserError(f"train.clip is {self.clip}; it must be above 0, or left out for no limit")
+        for name in ("clip", "clip_later"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"train.{name} is {value}; it must be above 0, or left out for no limit")
 
     def uses(self, way: Fast) -> bool:
         return way in (self.fast or ())
+
+    def clip_of(self, index: int) -> float | None:
+        """The largest norm of a gradient in a step; None for no limit."""
+        return self.clip_later if index > 0 and self.clip_later is not None else self.clip
 
     def for_step(self, index: int) -> tuple[int, float, Frozen]:
         """(epochs, learning rate, what stays as it is)."""
@@ -328,7 +337,7 @@ class Trainer:
             values = values.to(terms_of_part) + terms_of_part.detach()
         scaler.unscale_(optimizer)
         self.method.after_backward(self.model)
-        limit = self.train.clip if self.train.clip is not None else math.inf
+        limit = self.train.clip_of(step.index) or math.inf
         norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], limit)
         terms = dict(zip(losses, self.runtime.mean(values).tolist(), strict=True))
         # float16 overflows now and then by design: its scaler skips such an update and lowers the scale.
