@@ -731,6 +731,20 @@ def test_the_ablations_page(script: ModuleType, study: Path) -> None:
     assert {row["method"] for row in data["rows"]} == {"evidential"}
 
 
+def test_an_ablation_is_held_against_the_nearest_run_with_fewer_options(script: ModuleType, tmp_path: Path) -> None:
+    runs = Path("runs/x")
+    write_run(runs / "e", (50, 20, 40, 30))
+    write_run(runs / "pod", (50, 20, 39, 30), settings={"method.pod": 0.01})  # not on the way to the others
+    write_run(runs / "ablations/scope", (50, 20, 35, 30), settings={"method.scope": "seen"})
+    write_run(runs / "ablations/both", (50, 20, 33, 30), settings={"method.scope": "seen", "method.lambda_kd": 5.0})
+    assert script.main(["runs/x"]) == 0
+    text = Path("results/x/ablations.md").read_text()
+    one, other = text.split("### voc 15-1 overlapped, `evidential`")[1:]
+    assert "| scope increment → seen | 1 | 50.0 | 20.0 | 35.0 | 30.0 | -5.0 | +0.0 |" in one
+    assert other.startswith(" (scope seen)\n")
+    assert "| lambda_kd 10.0 → 5.0 | 1 | 50.0 | 20.0 | 33.0 | 30.0 | -2.0 | +0.0 |" in other
+
+
 def test_the_unknown_page(script: ModuleType, study: Path) -> None:
     script.main([])
     text = Path("results/voc-laptop/unknown.md").read_text()

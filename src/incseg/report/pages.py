@@ -158,11 +158,11 @@ def _as_dict(value: Spread | None) -> dict[str, Any] | None:
 
 
 def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
-    """Runs of `ablations` against the run of the same task, setting, method and seed in `main`; retests of both
-    against the run they test."""
+    """Runs of `ablations` against the run of the same task, setting, method and seed that has the same options but for
+    one, or for some; retests against the run they test."""
     runs = [record for record in ablations if record.retest is None]
     retests = [record for record in (*main, *ablations) if record.retest is not None]
-    trained = _ablations([(record, _default_of(record, main)) for record in runs], warn)
+    trained = _ablations([(record, _default_of(record, (*main, *runs))) for record in runs], warn)
     owners = {_place(record): record for record in (*main, *ablations) if record.retest is None}
     tested = _ablations([(record, owners[_place(record)]) for record in retests], warn)
     used = {id(record): record for record in (*runs, *retests)}
@@ -180,10 +180,16 @@ def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], ma
     return _page("ablations", "Ablations", body, list(used.values()), made_by, data)
 
 
-def _default_of(mine: RunRecord, main: Sequence[RunRecord]) -> RunRecord | None:
-    """The run with the fewest options among those of the same task, setting, method and seed."""
-    found = [r for r in main if r.retest is None and (_kind(r), r.seed) == (_kind(mine), mine.seed)]
-    return min(found, key=lambda record: len(record.options), default=None)
+def _default_of(mine: RunRecord, runs: Sequence[RunRecord]) -> RunRecord | None:
+    """Of the runs of the same task, setting, method and seed with some of its options, the one with most of them."""
+    found = [
+        record
+        for record in runs
+        if record.retest is None
+        and (_kind(record), record.seed) == (_kind(mine), mine.seed)
+        and record.options.items() < mine.options.items()
+    ]
+    return max(found, key=lambda record: len(record.options), default=None)
 
 
 def _kind(record: RunRecord) -> tuple[str, ...]:
