@@ -106,7 +106,7 @@ def evaluated_again(folder: Path, step: int | None = None) -> dict[str, Any]:
     """The row that evaluating a saved step gives, with what only training knows added."""
     row = evaluate(folder, step, screen=quiet)
     trained = rows_of(folder)[row["index"]]
-    return {**row, "losses": trained["losses"], "reused_from": trained["reused_from"]}
+    return {**row, **{key: trained[key] for key in ("losses", "gradient", "reused_from")}}
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -373,7 +373,7 @@ def test_train_and_eval_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
     printed = capsys.readouterr()
     again = json.loads(printed.out)
-    assert {**again, "losses": row["losses"], "reused_from": row["reused_from"]} == row
+    assert {**again, **{key: row[key] for key in ("losses", "gradient", "reused_from")}} == row
     assert "step 2" in printed.err
     assert main(["eval", str(tmp_path / "run"), "--step", "0", "--method.balancing=odds"]) == 0
     assert "step 0" in capsys.readouterr().out

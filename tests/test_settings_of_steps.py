@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_runs import evaluated_again, quiet, rows_of, small_config
 
+from incseg.engine.checkpoint import Progress
 from incseg.engine.rundir import RunDir
 from incseg.experiment import Setup, train
 from incseg.files import read_tensors
@@ -49,6 +50,32 @@ def test_a_limit_of_later_gradients_is_for_later_steps_alone(tmp_path: Path) -> 
     assert all(torch.equal(models["free", 0][key], models["later", 0][key]) for key in models["free", 0])
     assert moved("later") < 1e-8 < 1e-4 < moved("free")
     assert moved("first") > 1e-4
+
+
+def test_a_jolt_is_a_gradient_far_above_those_before_it() -> None:
+    progress = Progress()
+    for norm in [50.0, *[1.0] * 19, 15.0, 20.0]:  # a step begins with large ones
+        progress.add({"new": 1.0}, norm, starts_epoch=False)
+    before = (50 + 19 + 15) / 21
+    assert progress.gradient == {"mean_norm": (50 + 19 + 15 + 20) / 22, "jolt": 20 / before, "jolt_at": 21}
+    assert Progress().gradient == {"mean_norm": 0.0, "jolt": 0.0, "jolt_at": None}
+    still = Progress()
+    for _ in range(20):  # a method that has nothing to learn
+        still.add({}, 0.0, starts_epoch=False)
+    assert still.gradient["jolt"] == 0.0
+
+
+def test_a_jolt_of_a_later_step_is_told_where_nothing_limits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("incseg.engine.trainer._JOLT", 0.1)
+    for name, limits in {"free": {}, "limited": {"clip_later": 100.0}}.items():
+        train(small_config(tmp_path / name, train={"epochs": 1, "epochs_later": 12, **limits}), quiet)
+    told = {name: RunDir(tmp_path / name).log.read_text() for name in ("free", "limited")}
+    row = rows_of(tmp_path / "free")[1]
+    assert f"step 1: the gradient of update {row['gradient']['jolt_at']} was " in told["free"]
+    assert "step 0: the gradient" not in told["free"]
+    assert "the gradient of update" not in told["limited"]
 
 
 def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) -> None:

@@ -16,24 +16,40 @@ from incseg.files import read_tensors, write_tensors
 from incseg.methods.base import Method
 from incseg.types import UserError
 
+_SETTLING = 10
+"""Updates before which a large gradient is no jolt: a step begins with some."""
+
 
 @dataclass
 class Progress:
-    """How far a step is: updates done, seconds spent, and the sums of each loss term over the current epoch."""
+    """How far a step is: updates done, seconds spent, the sums of each loss term over the current epoch, the sum of the
+    gradients' norms over the step, and the worst jolt: how many times the mean of those before it a norm was, and when.
+    """
 
     iteration: int = 0
     seconds: float = 0.0
     loss_sums: dict[str, float] = field(default_factory=dict)
     losses_summed: int = 0
+    norm_sum: float = 0.0
+    jolt: float = 0.0
+    jolt_at: int | None = None
 
-    def add(self, terms: dict[str, float], starts_epoch: bool) -> None:
-        """One update more."""
+    def add(self, terms: dict[str, float], norm: float, starts_epoch: bool) -> None:
+        """One update more, by a gradient of this norm."""
         if starts_epoch:
             self.loss_sums, self.losses_summed = {}, 0
+        if self.iteration >= _SETTLING and norm * self.iteration > self.jolt * self.norm_sum:
+            self.jolt, self.jolt_at = norm * self.iteration / max(self.norm_sum, 1e-30), self.iteration
+        self.norm_sum += norm
         self.iteration += 1
         self.losses_summed += 1
         for name, value in terms.items():
             self.loss_sums[name] = self.loss_sums.get(name, 0.0) + value
+
+    @property
+    def gradient(self) -> dict[str, float | int | None]:
+        """For a step's row."""
+        return {"mean_norm": self.norm_sum / max(self.iteration, 1), "jolt": self.jolt, "jolt_at": self.jolt_at}
 
     @property
     def mean_losses(self) -> dict[str, float]:

@@ -37,6 +37,10 @@ from incseg.types import Batch, Increment, Inputs, Output, UserError
 Fast = Literal["channels_last", "compile", "fused"]
 
 
+_JOLT = 10.0
+"""Times the mean norm of the gradients before it: worth a word. Healthy steps of VOC stay below 6."""
+
+
 @dataclass
 class TrainConfig:
     """How a step is trained: SGD with Nesterov momentum and a polynomial schedule per iteration.
@@ -208,6 +212,7 @@ class Trainer:
             "train_images": len(images),
             **self.evaluator.figures(counts, step),
             "losses": progress.mean_losses,
+            "gradient": progress.gradient,
             "reused_from": kept.origin if kept else None,
             "seconds": {"train": round(progress.seconds, 2), "eval": round(time.monotonic() - evaluated, 2)},
         }
@@ -294,8 +299,8 @@ class Trainer:
                 iteration = progress.iteration
                 for group in optimizer.param_groups:
                     group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
-                terms = self._update(wrapped, teacher, optimizer, scaler, inputs, labels, step, iteration)
-                progress.add(terms, starts_epoch=iteration % per_epoch == 0)
+                terms, norm = self._update(wrapped, teacher, optimizer, scaler, inputs, labels, step, iteration)
+                progress.add(terms, norm, starts_epoch=iteration % per_epoch == 0)
                 means = "  ".join(f"{name} {value:.3f}" for name, value in progress.mean_losses.items())
                 self.reporter.advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
                 if progress.iteration % per_epoch == 0:
@@ -311,13 +316,19 @@ class Trainer:
         self.runtime.share_buffers(self.model)
         save()
         self.reporter.end()
+        if teacher is not None and progress.jolt > _JOLT and self.train.clip_of(step.index) is None:
+            self.reporter.say(
+                f"step {step.index}: the gradient of update {progress.jolt_at} was {progress.jolt:.0f} times the mean "
+                "of those before it; such a jolt can cost an old class, and --train.clip_later 1 limits it"
+            )
         return progress
 
     def _update(
         self, wrapped: nn.Module, teacher: Segmenter | None, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler,
         inputs: Inputs, labels: Tensor, step: Step, iteration: int,
-    ) -> dict[str, float]:  # fmt: skip
-        """One optimiser update; stops the run before it does harm if the loss or its gradient is not finite."""
+    ) -> tuple[dict[str, float], float]:  # fmt: skip
+        """One optimiser update: the losses and the norm of their gradient; stops the run before it does harm if one of
+        them is not finite."""
         parts = self.method.extend(self._to_batch(inputs, labels)).parts(self.train.accumulate or 1)
         optimizer.zero_grad(set_to_none=True)
         if self.method.needs_batch_sums and len(parts) > 1:
@@ -338,10 +349,10 @@ class Trainer:
         scaler.unscale_(optimizer)
         self.method.after_backward(self.model)
         limit = self.train.clip_of(step.index) or math.inf
-        norm = nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], limit)
+        norm = float(nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], limit))
         terms = dict(zip(losses, self.runtime.mean(values).tolist(), strict=True))
         # float16 overflows now and then by design: its scaler skips such an update and lowers the scale.
-        if not math.isfinite(sum(terms.values())) or not (scaler.is_enabled() or math.isfinite(float(norm))):
+        if not math.isfinite(sum(terms.values())) or not (scaler.is_enabled() or math.isfinite(norm)):
             shown = ", ".join(f"{name} {value:g}" for name, value in terms.items())
             raise UserError(
                 f"step {step.index}, iteration {iteration}: the loss or its gradient is not finite ({shown}, gradient "
@@ -350,7 +361,7 @@ class Trainer:
             )
         scaler.step(optimizer)
         scaler.update()
-        return terms
+        return terms, norm if math.isfinite(norm) else 0.0
 
     def _forward(self, model: nn.Module, teacher: Segmenter | None, batch: Batch) -> tuple[Output, Output | None]:
         """What the model says, and its teacher, which runs once and takes no gradient."""
