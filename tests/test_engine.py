@@ -579,7 +579,7 @@ def test_mean_losses_are_those_of_the_epoch() -> None:
     progress = Progress()
     assert progress.mean_losses == {}
     for number, loss in enumerate([1.0, 3.0, 10.0, 20.0]):
-        progress.add({"a": loss}, starts_epoch=number % 2 == 0)
+        progress.add({"a": loss}, 1.0, starts_epoch=number % 2 == 0)
     assert (progress.iteration, progress.mean_losses) == (4, {"a": 15.0})
 
 
