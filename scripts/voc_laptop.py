@@ -117,7 +117,7 @@ def study() -> Iterator[Run]:
         yield from (ablation(task, "train.clip_later", "null", seed) for seed in SEEDS)
         yield ablation(task, "method.scope", "seen")
         yield ablation(task, "method.kd_reduction", "sum")
-        yield from (ablation(task, "method.lambda_kd", value) for value in ("1", "3"))
+        yield from (ablation(task, "method.lambda_kd", value) for value in ("1", "3", "30"))
     yield ablation("10-1", "train.frozen_later", "nothing")
     yield from (ablation("15-5", "method.rectifier", value) for value in ("relu", "exp"))
     yield ablation("15-1", "train.frozen_later", "head")
