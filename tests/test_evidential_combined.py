@@ -232,3 +232,24 @@ def test_the_base_does_not_depend_on_them() -> None:
     plain, combined = (build_method({"name": "evidential", **some}) for some in ({}, options))
     assert plain.recipe(0) == combined.recipe(0)
     assert build_method({"name": "evidential", "pod": 0.1}).recipe(1) != plain.recipe(1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("start", [0.0, -2.0])
+def test_start_lowers_the_scores_of_new_classes_in_later_steps_alone(steps: int, start: float) -> None:
+    model = Segmenter(ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1)), False)
+    for step in STEPS[:steps]:
+        model.grow(Increment(step.names, step.new, 5))
+    image = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    model.eval()
+    before = model(image).logits.detach()
+
+    Evidential(Evidential.Config(start_score=start)).begin_step(
+        StepContext(STEPS[steps - 1], model, None, lambda: iter([]))
+    )
+
+    lowered = torch.zeros(before.shape[1])
+    if steps > 1:
+        num_new = len(STEPS[steps - 1].new)
+        lowered[-num_new:] = start / num_new
+    torch.testing.assert_close(model(image).logits.detach(), before + lowered[None, :, None, None])

@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "eval": {"size": 224, "batch_size": 16},
         "for_method": {
-            "evidential": {"train": {"lr": 0.3, "lr_later": 0.02, "clip_later": 1.0}},
+            "evidential": {"method": {"start_score": -2.0}, "train": {"lr": 0.3, "lr_later": 0.02, "clip_later": 1.0}},
             "mib": {"method": {"lambda_kd": 30.0}},
             "ssul": {"train": {"lr_later": 0.05}},
             "recall": {"train": {"lr_later": 0.15}},

@@ -54,7 +54,17 @@ class Evidential(Method):
     background_output = False
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
     later_options = frozenset(
-        {"scope", "lambda_kd", "kd_reduction", "pseudo_labels", "pod", "replay", "generator", "replay_images"}
+        {
+            "scope",
+            "lambda_kd",
+            "kd_reduction",
+            "start_score",
+            "pseudo_labels",
+            "pod",
+            "replay",
+            "generator",
+            "replay_images",
+        }
     )
 
     @dataclass
@@ -67,6 +77,9 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
+            start_score: score at which the class of a later step of one class starts, each of K classes at a K-th of it; 0 is
+                undecided, -4 a quiet no: all images of such a step show its class, and it would begin by seeing it
+                everywhere. Wants --train.clip_later.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
             max_weight: limit of that weight.
@@ -90,6 +103,7 @@ class Evidential(Method):
         lambda_new: float = 1.0
         lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
         kd_reduction: Literal["mean", "sum"] = "mean"
+        start_score: float = 0.0
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
         pseudo_labels: float | None = None
@@ -122,6 +136,10 @@ class Evidential(Method):
 
     def begin_step(self, context: StepContext) -> None:
         self._old_sizes = tuple(len(increment.classes) for increment in context.model.increments[:-1])
+        if self._old_sizes and self.config.start_score:
+            with torch.no_grad():
+                bias = context.model.classifiers[-1].get_parameter("bias")
+                bias.fill_(self.config.start_score / len(bias))
         if self._replay is not None:
             self._replay.begin_step(context)
 
