@@ -77,9 +77,9 @@ class Evidential(Method):
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
-            start_score: score at which the class of a later step of one class starts, each of K classes at a K-th of it; 0 is
-                undecided, -4 a quiet no: all images of such a step show its class, and it would begin by seeing it
-                everywhere. Wants --train.clip_later.
+            start_score: score at which the class of a later step of one class starts, each of K classes at a K-th of
+                it; 0 is undecided, -2 a quiet no: all images of such a step show its class, and it would begin by
+                seeing it everywhere. Wants --train.clip_later.
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
             max_weight: limit of that weight.
