@@ -27,7 +27,7 @@ from incseg.report.writers import figure_text, markdown_table
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "results/voc-laptop/runs"
-PRIOR = {"balancing": "odds", "prior": 0.3}
+PRIOR = {"balancing": "odds", "prior": 0.2}
 JOINT = "joint"
 
 
@@ -58,7 +58,7 @@ ROWS = (
     Row("SSUL, without its detector", "`ssul`, without detector", "ssul"),
     Row("DKD", "`dkd`", "dkd"),
     Row("**evidential**", "`evidential`", "evidential", published="Evidential (Holmquist, Klasén, Felsberg 2022)"),
-    Row("**evidential**, `odds` with prior 0.3", "`evidential`, `odds`, prior 0.3", "evidential", PRIOR),
+    Row("**evidential**, `odds` with prior 0.2", "`evidential`, `odds`, prior 0.2", "evidential", PRIOR),
     Row("", "`evidential`, pseudo-labels 0.5", "evidential", {"pseudo_labels": 0.5}),
     Row("", "`evidential`, POD 0.01", "evidential", {"pod": 0.01}),
     Row("", "`evidential`, EWF", "evidential", {"train.fusion": "ewf"}),
@@ -145,7 +145,7 @@ def prior(study: Study) -> list[str]:
             seeds = f"{len(found.seeds)}" + (f", {len(tested.seeds)}" if found.seeds != tested.seeds else "")
             cells = [study.cell(row, column, ("all", "inc")) for row in (plain, remedy)]
             rows.append([" ".join(column), seeds, *cells])
-    return markdown_table(["All / Inc", "seeds", "`ratio`, the default", "`odds`, prior 0.3"], rows)
+    return markdown_table(["All / Inc", "seeds", "`ratio`, the default", "`odds`, prior 0.2"], rows)
 
 
 TABLES: dict[str, Callable[[Study], list[str]]] = {"headline": headline, "rivals": rivals, "prior": prior}
