@@ -59,6 +59,10 @@ def test_a_jolt_is_a_gradient_far_above_those_before_it() -> None:
     before = (50 + 19 + 15) / 21
     assert progress.gradient == {"mean_norm": (50 + 19 + 15 + 20) / 22, "jolt": 20 / before, "jolt_at": 21}
     assert Progress().gradient == {"mean_norm": 0.0, "jolt": 0.0, "jolt_at": None}
+    resumed = Progress(iteration=50)  # from a checkpoint that did not tell norms yet
+    for _ in range(12):
+        resumed.add({}, 1.0, starts_epoch=False)
+    assert resumed.gradient == {"mean_norm": 1.0, "jolt": 1.0, "jolt_at": 60}
     still = Progress()
     for _ in range(20):  # a method that has nothing to learn
         still.add({}, 0.0, starts_epoch=False)

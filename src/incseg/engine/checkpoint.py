@@ -31,6 +31,7 @@ class Progress:
     loss_sums: dict[str, float] = field(default_factory=dict)
     losses_summed: int = 0
     norm_sum: float = 0.0
+    norms_summed: int = 0
     jolt: float = 0.0
     jolt_at: int | None = None
 
@@ -38,9 +39,12 @@ class Progress:
         """One update more, by a gradient of this norm."""
         if starts_epoch:
             self.loss_sums, self.losses_summed = {}, 0
-        if self.iteration >= _SETTLING and norm * self.iteration > self.jolt * self.norm_sum:
-            self.jolt, self.jolt_at = norm * self.iteration / max(self.norm_sum, 1e-30), self.iteration
+        if self.norms_summed >= _SETTLING and self.norm_sum > 0:
+            times = norm * self.norms_summed / self.norm_sum
+            if times > self.jolt:
+                self.jolt, self.jolt_at = times, self.iteration
         self.norm_sum += norm
+        self.norms_summed += 1
         self.iteration += 1
         self.losses_summed += 1
         for name, value in terms.items():
@@ -49,7 +53,7 @@ class Progress:
     @property
     def gradient(self) -> dict[str, float | int | None]:
         """For a step's row."""
-        return {"mean_norm": self.norm_sum / max(self.iteration, 1), "jolt": self.jolt, "jolt_at": self.jolt_at}
+        return {"mean_norm": self.norm_sum / max(self.norms_summed, 1), "jolt": self.jolt, "jolt_at": self.jolt_at}
 
     @property
     def mean_losses(self) -> dict[str, float]:
