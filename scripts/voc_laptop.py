@@ -70,15 +70,9 @@ COMBINED = {
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
     "evidential+pod": ("evidential", "--method.pod", "0.01"),
     "evidential+replay": (
-        "evidential",
-        *REPLAY,
-        "--method.lambda_kd",
-        "1",
-        "--train.lr_later",
-        "0.15",
-        "--train.clip_later",
-        "null",
-    ),
+        "evidential", *REPLAY, "--method.lambda_kd", "1", "--method.start_score", "0",
+        "--train.lr_later", "0.15", "--train.clip_later", "null",
+    ),  # fmt: skip
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
 }
