@@ -72,10 +72,10 @@ COMBINED = {
     "evidential+replay": (
         "evidential", *REPLAY, "--method.lambda_kd", "1", "--method.start_score", "0",
         "--train.lr_later", "0.15", "--train.clip_later", "null",
-    ),  # fmt: skip
+    ),
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
-}
+}  # fmt: skip
 """Methods with a piece of another, at the rate and weight of distillation that held-out images ask for; those with
 photographs were chosen without a limit of the gradient and with an undecided start."""
 
