@@ -38,7 +38,7 @@ Fast = Literal["channels_last", "compile", "fused"]
 
 
 _JOLT = 10.0
-"""Times the mean norm of the gradients before it: worth a word. Healthy steps of VOC stay below 6."""
+"""Times the mean norm of the gradients before it: worth a word. Other steps of VOC stay below 9."""
 
 
 @dataclass
