@@ -81,6 +81,24 @@ def test_a_kept_run_is_the_run_without_its_place(runs: Path) -> None:
     assert kept[0].folder == Path("kept/ablations/scope.run.json")
 
 
+def test_options_of_a_kept_run_are_told_by_the_presets_of_today(runs: Path) -> None:
+    kept = kept_of(runs)
+
+    def usual_tomorrow(config: dict[str, Any]) -> dict[str, Any]:
+        usual = usual_settings(config)
+        return {**usual, "method": {**usual["method"], "scope": "seen", "lambda_kd": 3.0}}
+
+    lambda_now = usual_settings({"method": {"name": "evidential"}, "data": {"name": "voc"}, "preset": "voc-laptop"})
+    distills = {"lambda_kd": lambda_now["method"]["lambda_kd"]}
+    named = {(r.folder.name, r.retest is not None): r.options for r in read_runs([kept], usual_tomorrow, fail)}
+    assert named == {
+        ("scope.run.json", False): distills,
+        ("e42.run.json", False): {"scope": "increment", **distills},
+        ("e42.run.json", True): {"scope": "increment", "balancing": "odds", **distills},
+        ("e1337.run.json", False): {"scope": "increment", **distills},
+    }
+
+
 def test_no_path_of_the_machine_is_kept(tmp_path: Path) -> None:
     folder = write_run(Path("runs/s/e42"), settings={"method.replay": "/somewhere/web", "model.weights": "/x/w.pth"})
     results = json.loads((folder / "results.json").read_text())

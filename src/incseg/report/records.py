@@ -117,7 +117,7 @@ def read_runs(folders: Iterable[str | Path], usual: Usual, warn: Warn) -> list[R
     for folder in find_runs(folders, warn):
         try:
             if folder.is_file():
-                records += _read_kept(folder)
+                records += _read_kept(folder, usual)
                 continue
             run = _read_run(folder, usual)
         except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -236,11 +236,18 @@ def _read_retest(file: Path, run: RunRecord, usual: Usual) -> RunRecord | None:
     )
 
 
-def _read_kept(file: Path) -> list[RunRecord]:
-    """The run in a file that was kept of it, then its retests."""
+def _read_kept(file: Path, usual: Usual) -> list[RunRecord]:
+    """The run in a file that was kept of it, then its retests.
+
+    What was an option is told by the presets of today: the same settings have one name, whenever they were kept.
+    """
     kept = read_record(file)
     every = [_need(kept, "run", dict, "it"), *_need(kept, "retests", list, "it")]
-    return [_kept_record(file, values) for values in every]
+    found = [_kept_record(file, values) for values in every]
+    first = found[0]
+    config = {"preset": first.preset, "method": {"name": first.method}, "data": {"name": first.dataset}}
+    usually = flatten(usual(config))
+    return [replace(record, options=_options(record.settings, usually)) for record in found]
 
 
 def _kept_record(file: Path, values: dict[str, Any]) -> RunRecord:
