@@ -133,14 +133,20 @@ def prepared(one: Run, root: str, out: Path) -> tuple[str, ...]:
     if "WEB" not in one.options:
         return one.options
     task, setting = (one.options[one.options.index(flag) + 1] for flag in ("--task", "--setting"))
-    web = out / "photographs" / f"{task}-{setting}" / "web"
+    web = photographs(out / "photographs" / f"{task}-{setting}", root, ("--task", task, "--setting", setting))
+    return tuple(option.replace("WEB", str(web)) for option in one.options)
+
+
+def photographs(folder: Path, root: str, chosen: tuple[str, ...]) -> Path:
+    """FOLDER/web, with a folder of photographs for each class, made where it is not there."""
+    web = folder / "web"
     if not web.exists():
         script = Path(__file__).with_name("web_images.py")
-        chosen = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--task", task, "--setting", setting]
         making = web.with_name(f"web-{os.getpid()}")
-        subprocess.check_call([sys.executable, str(script), str(making), *chosen], stdout=subprocess.DEVNULL)
+        flags = ["--preset", "voc-laptop", "--data", "voc", "--root", root, *chosen]
+        subprocess.check_call([sys.executable, str(script), str(making), *flags], stdout=subprocess.DEVNULL)
         making.rename(web)
-    return tuple(option.replace("WEB", str(web)) for option in one.options)
+    return web
 
 
 def missing_retests(folder: Path) -> list[Options]:

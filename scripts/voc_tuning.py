@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from voc_laptop import Run, learn
+from voc_laptop import Run, learn, photographs
 
 from incseg.data.voc import VOC_INFO
 
@@ -32,10 +32,10 @@ TRIALS: dict[str, list[dict[str, str]]] = {
         *({"method.lambda_kd": w} for w in ("3", "10", "20")),
         {"method.pseudo_labels": "0.5"},
         {"method.pod": "0.01"},
-        {"method.replay": "WEB"},
-        {"method.replay": "WEB", "train.lr_later": "0.04"},
-        {"method.replay": "WEB", "train.lr_later": "0.08", "method.lambda_kd": "3"},
         {"method.replay": "WEB", "train.lr_later": "0.15", "method.lambda_kd": "1"},
+        {"method.replay": "WEB", "train.lr_later": "0.15", "method.lambda_kd": "1", "method.start_score": "0"},
+        {"method.replay": "WEB", "train.lr_later": "0.08", "method.lambda_kd": "3"},
+        {"method.replay": "WEB", "train.lr_later": "0.15", "method.lambda_kd": "3"},
         {"train.fusion": "ewf"},
     ],
     "dkd": [{"method.lambda_kd": w, "method.lambda_dkd": w} for w in ("5", "20")],
@@ -84,8 +84,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", help="VOC2012 or the VOCdevkit around it")
     parser.add_argument("--out", type=Path, default=Path("runs/voc-tuning"))
-    parser.add_argument("--web", type=Path, default=Path("runs/voc-tuning/web"), help="made by scripts/web_images.py")
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, of one thread each")
+    parser.add_argument("--only", default=[""], nargs="+", help="runs whose name contains one of these")
     parser.add_argument("--table", action="store_true", help="print what is there and end")
     args = parser.parse_args()
     if args.table:
@@ -94,7 +94,10 @@ def main() -> None:
     if args.root is None:
         parser.error("--root is missing: the folder of VOC2012")
     with contextlib.suppress(KeyboardInterrupt):
-        learn([r for r in runs(args.web) if args.only in r.name], args.root, args.out, workers=2, threads=1)
+        chosen = [r for r in runs(args.out / "web") if any(part in r.name for part in args.only)]
+        if any(str(args.out / "web") in r.options for r in chosen):
+            photographs(args.out, args.root, HELD_OUT)
+        learn(chosen, args.root, args.out, args.workers, threads=1)
 
 
 if __name__ == "__main__":
