@@ -193,7 +193,7 @@ def test_features_of_a_frozen_backbone_are_those_of_the_head(kept: bool) -> None
     ilt = ILT().losses(batch, frozen, old, SECOND)["features"]
     torch.testing.assert_close(ilt, 100 * (out.embedding - teacher.embedding).square().mean())
     pod = plop_with([1.0, 1.0, 1.0]).losses(batch, frozen, old, SECOND)["pod"]
-    torch.testing.assert_close(pod, 0.01 * math.sqrt(2) * local_pod([out.embedding], [teacher.embedding]))
+    torch.testing.assert_close(pod, 0.01 * math.sqrt(2) / 2 * local_pod([out.embedding], [teacher.embedding]))
 
 
 # --- models --------------------------------------------------------------------------------------------------
@@ -374,10 +374,11 @@ def test_plop_is_its_formula() -> None:
     thresholds = [0.7, 0.3, 0.9]
     labels, shares = pseudo_labels(teacher.logits, batch.labels, torch.tensor(thresholds))
     costs = F.cross_entropy(up(out.logits), labels.long(), ignore_index=IGNORE, reduction="none").sum((1, 2))
+    pairs = list(zip((*out.stages, out.embedding), (*teacher.stages, teacher.embedding), strict=True))
     with torch.no_grad():
-        maps = local_pod([*out.stages, out.embedding], [*teacher.stages, teacher.embedding])
+        maps = sum(local_pod([own], [old]) for own, old in pairs)
         logits = local_pod([fold_new_into_background(out.logits, 3)], [teacher.logits])
-    growth = math.sqrt(4 / 2)
+    growth = math.sqrt(4 / 2) / (len(pairs) + 1)
     expected = {
         "ce": float((shares * costs).sum() / (batch.labels != IGNORE).sum()),
         "pod": 0.01 * growth * float(maps),

@@ -72,6 +72,9 @@ class Method(ABC):
     """What step 0 is trained by, where several methods train it alike and can share it. Those of CROSS_ENTROPY have no
     state that step 0's batches make; others that share a name make the same state in step 0."""
 
+    revision: ClassVar[int] = 1
+    """Raised where a method trains otherwise than before with the same options: its kept steps are then not reused."""
+
     needs_batch_sums: ClassVar[bool] = False
     """Whether `losses` reads more of the whole batch than `Batch.counts`: then `batch_sums` and `take_batch_sums` come
     before it. With micro-batches that costs another forward pass."""
@@ -117,7 +120,8 @@ class Method(ABC):
             return {"method": self.first_step}
         left_out = self.inference_options | (self.later_options if step == 0 else frozenset())
         options = {name: value for name, value in asdict(self.config).items() if name not in left_out}
-        return {"method": f"{type(self).__module__}:{type(self).__qualname__}", **options}
+        revision = {"revision": self.revision} if self.revision > 1 else {}
+        return {"method": f"{type(self).__module__}:{type(self).__qualname__}", **revision, **options}
 
     def state(self) -> dict[str, Tensor]:
         """What must survive an interruption and be carried into the next step."""

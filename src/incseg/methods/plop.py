@@ -4,10 +4,13 @@ A background pixel takes the teacher's class if the teacher's entropy there is b
 is left out; an image counts by the share of its background that was labelled. Multi-scale row and column means of the
 squared feature maps are kept near the teacher's.
 
-Training is `CE + √(n_seen/n_new)·(0.01·POD(maps) + 0.0005·POD(logits))`: `pseudo_labels` and `cross_entropy_per_image`,
-thresholds from `entropy_thresholds`, `local_pod` on the backbone's stages and the embedding, and on the logits after
-`fold_new_into_background`; the start of a step is `initialise_from_background`, as in MiB. Ours departs so:
-- The thresholds are medians over the background pixels, from a histogram of 2000 bins in log-odds (exact to 1 %).
+Training is `CE + √(n_seen/n_new)·(0.01·Σ POD(map) + 0.0005·POD(logits)) / (maps + 1)`: `pseudo_labels` and
+`cross_entropy_per_image`, thresholds from `entropy_thresholds`, `local_pod` on the backbone's stages and the embedding,
+and on the logits after `fold_new_into_background`, which count as one more map; the start of a step is
+`initialise_from_background`, as in MiB. Ours departs so:
+- The entropy of a pixel is a share of its maximum, as printed, and its medians come from a histogram of 2000 bins in
+  log-odds (exact to 1 %). The authors' code divides it by the number of classes once more and has 100 bins, most of
+  them empty, so that it takes four of five pixels instead of one of two: `least_threshold` 0.23 comes near to that.
 - An image without background counts in full: nothing in it was uncertain.
 - CE is divided by the pixels that are not void, those that get no pseudo-label among them.
 - New logits are folded into background by log-sum-exp, not added: a step then starts at POD(logits) = 0.
@@ -40,6 +43,7 @@ from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Predictio
 class PLOP(Method):
     background_output = True
     first_step = CROSS_ENTROPY
+    revision = 2  # until 2026-11 POD(logits) was not divided by the number of maps
 
     @dataclass
     class Config:
@@ -79,14 +83,15 @@ class PLOP(Method):
         return terms if teacher is None else terms | self._pod(batch, out, teacher, step)
 
     def _pod(self, batch: Batch, out: Output, teacher: Output, step: Step) -> dict[str, Tensor]:
-        growth = math.sqrt(len(step.seen) / len(step.new)) * batch.share
+        maps, teacher_maps = trained_maps(out, teacher)
+        share = math.sqrt(len(step.seen) / len(step.new)) * batch.share / (len(maps) + 1)
         terms = {}
         if self.config.lambda_pod > 0:
-            terms["pod"] = self.config.lambda_pod * growth * local_pod(*trained_maps(out, teacher))
+            terms["pod"] = self.config.lambda_pod * share * len(maps) * local_pod(maps, teacher_maps)
         if self.config.lambda_pod_logits > 0:
             logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
             folded = fold_new_into_background(logits, teacher.logits.shape[1])
-            terms["pod_logits"] = self.config.lambda_pod_logits * growth * local_pod([folded], [teacher.logits])
+            terms["pod_logits"] = self.config.lambda_pod_logits * share * local_pod([folded], [teacher.logits])
         return terms
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
