@@ -69,15 +69,11 @@ COMBINED = {
     "sdr+mib": ("sdr", "--method.output", "mib", "--method.lambda_kd", "30"),
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
     "evidential+pod": ("evidential", "--method.pod", "0.01"),
-    "evidential+replay": (
-        "evidential", *REPLAY, "--method.lambda_kd", "1", "--method.start_score", "0",
-        "--train.lr_later", "0.15", "--train.clip_later", "null",
-    ),
+    "evidential+replay": ("evidential", *REPLAY, "--method.lambda_kd", "1", "--train.lr_later", "0.15"),
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
-}  # fmt: skip
-"""Methods with a piece of another, at the rate and weight of distillation that held-out images ask for; those with
-photographs were chosen without a limit of the gradient and with an undecided start."""
+}
+"""Methods with a piece of another, at the rate and weight of distillation that held-out images ask for."""
 
 
 def rival(name: str, task: str, setting: str = "overlapped", seed: int = 42) -> Run:

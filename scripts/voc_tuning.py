@@ -24,10 +24,21 @@ TASK = "/".join([",".join(VOC_INFO.classes[:15]), *VOC_INFO.classes[15:17]])
 HELD_OUT = ("--task", TASK, "--data.holdout", "20", "--train.epochs", "2", "--train.epochs_later", "6")
 SLOW, SLOWER = {"train.lr_later": "0.003"}, {"train.lr_later": "0.001"}
 """The second is the rate to which the published weights of ewc, pi and rw belong."""
+POD = (("0.01", "0.0005"), ("0.001", "0.00005"))
+"""Of the maps and of the logits: as published, and a tenth."""
 TRIALS: dict[str, list[dict[str, str]]] = {
-    "mib": [{"method.lambda_kd": w} for w in ("10", "30", "100")] + [{"train.lr_later": "0.02"}],
+    "mib": [
+        *({"method.lambda_kd": w} for w in ("10", "30", "100")),
+        {"train.lr_later": "0.02"},
+        {"train.fusion": "ewf"},
+        {"train.fusion": "ewf", "method.freeze_old": "true"},
+    ],
     "lwf": [{"method.lambda_kd": w} for w in ("10", "100", "300")],
-    "plop": [{"method.lambda_pod": w} for w in ("0.001", "0.01", "0.1")] + [{"train.lr_later": "0.02"}],
+    "plop": [
+        *({"method.lambda_pod": w, "method.lambda_pod_logits": v} for w, v in POD),
+        {"method.least_threshold": "0.23"},
+        {"method.lambda_pod": "0.001", "method.lambda_pod_logits": "0.00005", "method.least_threshold": "0.23"},
+    ],
     "evidential": [
         *({"method.lambda_kd": w} for w in ("3", "10", "20")),
         {"method.pseudo_labels": "0.5"},
@@ -40,9 +51,14 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     ],
     "dkd": [{"method.lambda_kd": w, "method.lambda_dkd": w} for w in ("5", "20")],
     "ssul": [{"train.lr_later": rate} for rate in ("0.05", "0.15")],
-    "ilt": [{"method.lambda_features": w} for w in ("100", "1000")],
-    "sdr": [{"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))],
-    "recall": [{"method.replay": "WEB", "train.lr_later": rate} for rate in ("0.01", "0.02", "0.04", "0.08", "0.15")],
+    "ilt": [{"method.lambda_features": w} for w in ("10", "30", "100")],
+    "sdr": [
+        *({"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))),
+        {"method.output": "mib", "method.lambda_kd": "30", "method.lambda_matching": "1"},
+    ],
+    "recall": [
+        {"method.replay": "WEB", "train.lr_later": rate} for rate in ("0.01", "0.02", "0.04", "0.08", "0.15", "0.3")
+    ],
     "lwf_mc": [{"method.lambda_kd": w} for w in ("10", "30")],
     "ewc": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
     "pi": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
