@@ -25,6 +25,12 @@ from incseg.report.records import read_runs, shown_path
 from incseg.report.writers import FORMATS, written
 from incseg.types import UserError
 
+PHOTOGRAPHS = (
+    "`replay web`: photographs of old classes that the other methods do not have. They are no crawl of the web but "
+    "images of the dataset itself, which the step of their class was trained on and later steps may not use, taken without "
+    "their masks (scripts/web_images.py): kinder than the published RECALL's."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -59,13 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     study = [record for record in records if apart not in record.folder.parents]
     trained = [record for record in study if record.retest is None]
     made_by = f"python scripts/results.py {shown_path(args.runs)}"
-    pages = [page(trained, made_by, warn) for page in (main_page, unknown_page, classes_page)]
+    notes = [PHOTOGRAPHS] if any("replay" in record.options for record in trained) else []
+    pages = [main_page(trained, made_by, warn, notes)]
+    pages += [page(trained, made_by, warn) for page in (unknown_page, classes_page)]
     pages.append(ablations_page(study, ablations, made_by, warn))
     for page in pages:
         write_text(out / f"{page.name}.md", page.text)
         write_json(out / f"{page.name}.json", page.data)
         print(f"wrote {out / page.name}.md and .json")
     tables = compare(trained, published=True, warn=warn)
+    for table in tables:
+        table.notes += notes
     for kind, ending in FORMATS.items():
         write_text(out / f"paper{ending}", written(kind, tables, trained))
     print(f"wrote {out / 'paper'} as {', '.join(FORMATS.values())}")

@@ -6,8 +6,9 @@ logit (`binary_distillation`), holds the reasoning and not only its result. An a
 every pixel of every step, is what new classifiers start from: they have seen negatives of all steps.
 
 The auxiliary classifier takes the first output, which elsewhere is background's; it learns from features without
-gradient to them, and plays no part in the prediction. Loss: Σ BCE of the step's own classes + λ_KD·Σ BCE to the
-teacher's old logits + λ_DKD·(the same of both parts) + BCE(auxiliary, 0). Where ours departs: void pixels are left
+gradient to them, and plays no part in the prediction. Loss: Σ BCE of the step's own classes (`binary_cross_entropy`)
++ λ_KD·Σ BCE to the teacher's old logits (`binary_distillation`) + λ_DKD·(the same of both parts, `decompose`)
++ BCE(auxiliary, 0) (`log_one_plus_exp`). Where ours departs: void pixels are left
 out of the labels' loss and the auxiliary's; the head ends in a leaky ReLU, so features can be a little negative where
 the paper's are not; a class's positive pixels weigh one, as the authors have it on VOC.
 """

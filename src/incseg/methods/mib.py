@@ -8,6 +8,8 @@ the start is `initialise_from_background`. λ is 10, as the evidential paper sta
 used 100 on VOC 15-1. Two ablations of the evidential paper are options: `background: bias` holds the background's
 weights at zero, also in step 0, so that one bias is all that background is; `freeze_old` trains no classifier of an old
 step, nor background, whose bias is then not moved at the start of a step either. The paper's second row has both.
+Where ours departs: a pixel with the label of an old foreground class, as pseudo-labels give it, is scored by that class
+alone, not as background; by the protocol there is none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Fusing a trained model with the one before it: EWF, endpoints weight fusion (Xiao et al., 2023)."""
+"""EWF, endpoints weight fusion (Xiao et al., 2023): after a step, a mean of the model before it and after it.
+
+Two networks that began from the same weights lie in one valley, so that a point between them remembers what the old one
+knew and has learnt what the new one did; the more classes are old, the nearer to the old one (`fusion_share`). It costs
+nothing in training and goes with any method (`--train.fusion ewf`); `fuse` is the whole of it.
+
+Where ours departs: the share counts foreground classes, the authors' also background (√(1/16) against √(1/17) in the
+first step of 15-1). Their MiB+EWF trains no old classifier (`--method.freeze_old true`), ours does unless told so.
+"""
 
 from __future__ import annotations
 

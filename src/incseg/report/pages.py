@@ -79,10 +79,11 @@ def _of_column(line: Line, column: Column) -> list[Group]:
 # --- main ----------------------------------------------------------------------------------------------------
 
 
-def main_page(records: Sequence[RunRecord], made_by: str, warn: Warn) -> Page:
-    """Tasks × settings × methods, mean and spread over seeds."""
+def main_page(records: Sequence[RunRecord], made_by: str, warn: Warn, notes: Sequence[str] = ()) -> Page:
+    """Tasks × settings × methods, mean and spread over seeds; `notes` stand above them."""
     body = [f"Percent mIoU of the last model; Avg is the mean of All over the steps. {_SEEDS_NOTE} Best in bold; "
             "joint training and replayed images (RECALL), which use more data, are not ranked.", ""]  # fmt: skip
+    body += [line for note in notes for line in (note, "")]
     heading = ["method", "seeds", *(figure.capitalize() for figure in ALL_FIGURES), "minutes"]
     variances = []
     for title, column, table in _sections(records, warn):
