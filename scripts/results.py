@@ -27,8 +27,8 @@ from incseg.types import UserError
 
 PHOTOGRAPHS = (
     "`replay web`: photographs of old classes that the other methods do not have. They are no crawl of the web but "
-    "images of the dataset itself, which the step of their class was trained on and later steps may not use, taken without "
-    "their masks (scripts/web_images.py): kinder than the published RECALL's."
+    "images of the dataset itself, which the step of their class was trained on and later steps may not use, taken "
+    "without their masks (scripts/web_images.py): kinder than the published RECALL's."
 )
 
 
