@@ -138,8 +138,8 @@ def page(data: dict[str, Any], config: RunConfig, args: argparse.Namespace) -> s
         f"{clock(run['seconds']['eval'])}; the budget is 15 minutes. Commit {run['commit']}.",
         f"Of {found['values'] / 1e6:.1f} million values of {args.images} test and {args.images} training images "
         f"{100 * found['equal_in_half']:.3f} % are, in half precision, those that the backbone gives anew; the "
-        f"farthest is off by {found['farthest']:.1e}, the largest value is {found['largest']:.1f}. The last model of the run, "
-        "tested with either:",
+        f"farthest is off by {found['farthest']:.1e}, the largest value is {found['largest']:.1f}. The last model of "
+        "the run, tested with either:",
         "\n".join(
             markdown_table(
                 ["features", *(figure.capitalize() for figure in FIGURES)],
