@@ -30,13 +30,14 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "mib": [
         *({"method.lambda_kd": w} for w in ("10", "30", "100")),
         {"train.lr_later": "0.02"},
+        {"method.start_from_background": "false"},
         {"train.fusion": "ewf"},
         {"train.fusion": "ewf", "method.freeze_old": "true"},
     ],
     "lwf": [{"method.lambda_kd": w} for w in ("10", "100", "300")],
     "plop": [
         *({"method.lambda_pod": w, "method.lambda_pod_logits": v} for w, v in POD),
-        {"method.least_threshold": "0.23"},
+        *({"method.least_threshold": share} for share in ("0.23", "0.45", "0.7")),
         {"method.lambda_pod": "0.001", "method.lambda_pod_logits": "0.00005", "method.least_threshold": "0.23"},
     ],
     "evidential": [
