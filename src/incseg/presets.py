@@ -44,6 +44,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "for_method": {
             "evidential": {"method": {"start_score": -2.0}, "train": {"lr": 0.3, "lr_later": 0.02, "clip_later": 1.0}},
             "mib": {"method": {"lambda_kd": 30.0}},
+            "ilt": {"method": {"lambda_features": 10.0}},
+            "plop": {"method": {"least_threshold": 0.7}},
             "ssul": {"train": {"lr_later": 0.05}},
             "recall": {"train": {"lr_later": 0.15}},
             "ewc": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
