@@ -62,8 +62,8 @@ ROWS = (
     Row("", "`evidential`, pseudo-labels 0.5", "evidential", {"pseudo_labels": 0.5}),
     Row("", "`evidential`, POD 0.01", "evidential", {"pod": 0.01}),
     Row("", "`evidential`, EWF", "evidential", {"train.fusion": "ewf"}),
-    Row("RECALL, VOC's own photographs of old classes, without masks", "`recall`, photographs", "recall", {"replay": "web"},
-        "RECALL, web (Maracani 2021)"),
+    Row("RECALL, VOC's own photographs of old classes, without masks", "`recall`, photographs", "recall",
+        {"replay": "web"}, "RECALL, web (Maracani 2021)"),
     Row("evidential with the same photographs", "`evidential`, photographs", "evidential",
         {"lambda_kd": 1.0, "replay": "web", "train.lr_later": 0.15}),
 )  # fmt: skip
