@@ -260,9 +260,7 @@ class Evidential(Method):
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)
-        if self._replay is None or "replay" not in recipe:
-            return recipe
-        return {**self._replay.in_recipe(recipe), "photographs": "on top"}  # until 2026-11 they were in the mean
+        return recipe if self._replay is None else self._replay.in_recipe(recipe)
 
     def state(self) -> dict[str, Tensor]:
         state = {} if self._replay is None else self._replay.state()
