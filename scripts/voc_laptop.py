@@ -111,6 +111,8 @@ def study() -> Iterator[Run]:
     yield ablation("10-1", "method.start_score", "0", first)
     yield ablation("10-1", "train.frozen_later", "nothing")
     yield from (ablation("15-5", "method.rectifier", value) for value in ("relu", "exp"))
+    undecided = ablation("15-5", "method.rectifier", "relu")  # below zero relu has no gradient to leave it by
+    yield Run(f"{undecided.name}-start_score-0", (*undecided.options, "--method.start_score", "0"))
     yield ablation("15-1", "train.frozen_later", "head")
     yield run("10-1", "disjoint")
     yield run("10-1", method="finetune")
