@@ -113,6 +113,10 @@ def study() -> Iterator[Run]:
     yield from (ablation("15-5", "method.rectifier", value) for value in ("relu", "exp"))
     undecided = ablation("15-5", "method.rectifier", "relu")  # below zero relu has no gradient to leave it by
     yield Run(f"{undecided.name}-start_score-0", (*undecided.options, "--method.start_score", "0"))
+    # part b of the paper's ablations: MiB's background as one bias, then that bias and the old classifiers frozen
+    bias = (*run("15-5", method="mib").options, "--method.background", "bias")
+    yield Run("ablations/15-5-mib-background-bias", bias)
+    yield Run("ablations/15-5-mib-background-bias-freeze_old-true", (*bias, "--method.freeze_old", "true"))
     yield ablation("15-1", "train.frozen_later", "head")
     yield run("10-1", "disjoint")
     yield run("10-1", method="finetune")
