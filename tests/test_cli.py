@@ -193,6 +193,18 @@ def test_a_wrong_option_of_eval(finished: Path, capsys: pytest.CaptureFixture[st
         (RuntimeError("[gloo] Connection closed by peer [::1]:1"), 2, "error: another process of this run has ended"),
         (OSError(28, "No space left on device", "runs/x"), 2, "error: No space left on device runs/x; see that"),
         (OSError("cannot write x (disk full)"), 2, "error: cannot write x (disk full); see that"),
+        (FileExistsError(17, "File exists", "x"), 2, "error: File exists x; something that is no folder has this name"),
+        (
+            NotADirectoryError(20, "Not a directory", "x/y"),
+            2,
+            "error: Not a directory x/y; a part of this path",
+        ),
+        (
+            IsADirectoryError(21, "Is a directory", "x"),
+            2,
+            "error: Is a directory x; this is a folder, so give",
+        ),
+        (OSError(36, "File name too long", "x"), 2, "error: File name too long x; choose a shorter name"),
     ],
 )
 def test_failures_of_the_machine_cost_one_line(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -35,23 +36,60 @@ def cache_path(kind: str) -> Path:
 
 
 _MADE_AGAIN = "delete it, and the run's own command makes it again"
+_DEVICES = Path("/dev")
+_OTHER_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+class NoFileName(UserError, OSError):
+    """A path that no file can be written to. An OSError too: who can do without a file that the disk will not take can
+    do without this one."""
+
+
+def no_folder(path: Path) -> Path | None:
+    """What keeps `path` from being a folder or becoming one: itself or a parent that is something else."""
+    existing = next((place for place in (path, *path.parents) if place.exists()), None)
+    return None if existing is None or existing.is_dir() else existing
+
+
+def require_file_name(path: Path) -> None:
+    """Refuse what is there already and no regular file: a new file would take the place of a folder or a device.
+
+    /dev as a whole, because its links (/dev/stdout) can lead to a regular file and would be replaced like one.
+    """
+    if obstacle := no_folder(path.parent):
+        raise NoFileName(f"'{path}' cannot be written: {obstacle} is no folder; choose another place")
+    if path.is_dir():
+        raise NoFileName(f"'{path}' is a folder; give the name of a file, in it or elsewhere")
+    if path.parent.resolve() == _DEVICES or (path.exists() and not path.is_file()):
+        kind = _OTHER_KINDS.get(stat.S_IFMT(path.stat().st_mode) if path.exists() else 0, "a device")
+        raise NoFileName(f"'{path}' is {kind}, which a file would take the place of; give the name of a file")
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    """A temporary path beside `path` that takes its place when the block ends well, and vanishes otherwise.
+
+    A link to a file is replaced too, and the file that it led to stays as it was: it may be another run's.
+    """
+    require_file_name(path)
+    prefix, temporary = f".{path.name}.", None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.chmod(0o644)
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is not None and os.path.basename(os.fsdecode(error.filename)).startswith(prefix):
+            error.filename = str(path)  # a name that nobody gave means nothing to anybody
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

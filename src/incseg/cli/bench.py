@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from incseg.files import require_file_name
 from incseg.names import require_known
 from incseg.types import UserError
 
@@ -42,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} is {getattr(args, flag)}; give a number from 1")
     out = args.out or Path("runs/bench-quick" if args.quick else "results/bench")
+    if not out.name:
+        raise UserError(f"--out is '{out}'; give the name that its files begin with, such as results/bench")
+    for ending in (".json", ".md"):  # told now, not when the first bench has been measured
+        require_file_name(out.with_name(out.name + ending))
     settings = Settings(args.quick, args.threads, args.repeats, args.root)
     console = Console(highlight=False, markup=False)
     for name in args.names or NAMES:

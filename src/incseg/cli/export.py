@@ -7,6 +7,7 @@ from pathlib import Path
 
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.export import TOLERANCE, export_onnx
+from incseg.files import require_file_name
 from incseg.inference import load
 from incseg.types import UserError
 
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     check_method_options(args)
     if args.out.suffix != ".onnx":
         raise UserError(f"--out is '{args.out}'; give a file name that ends in .onnx, incseg predict knows it by that")
+    require_file_name(args.out)
     predictor = load(args.model, args.step, "cpu", method=args.method)
     if args.unknown:
         name = str(predictor.info["method"]["name"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -23,6 +24,13 @@ COMMANDS = (
 )  # fmt: skip
 """Each is a module of this package."""
 _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"
+_REMEDIES = {
+    errno.EEXIST: "something that is no folder has this name, so choose another",
+    errno.ENOTDIR: "a part of this path is a file, so correct it",
+    errno.EISDIR: "this is a folder, so give the name of a file",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+"""What to do where the system refuses a path for what it is; else the disk is to blame."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(known)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror or error}{where}; see that the disk has space and the folder may be written")
+        remedy = _REMEDIES.get(error.errno or 0, "see that the disk has space and the folder may be written")
+        return _fail(f"{error.strerror or error}{where}; {remedy}")
 
 
 def _known_failure(message: str) -> str | None:

@@ -1,0 +1,124 @@
+"""Writing: whole or not at all, and never in the place of what is no file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_up_runs import write_run
+
+from incseg import files
+from incseg.cli import main
+from incseg.files import NoFileName, no_folder, replacing, write_text
+from incseg.types import UserError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of sockets must be short, and so relative."""
+    monkeypatch.chdir(tmp_path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def link_to_pipe(path: Path) -> None:
+    os.mkfifo("pipe")
+    path.symlink_to("pipe")
+
+
+TAKES_THE_PLACE = "which a file would take the place of; give the name of a file"
+OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, f"'out' is a pipe, {TAKES_THE_PLACE}"),
+    "a socket": (make_socket, f"'out' is a socket, {TAKES_THE_PLACE}"),
+    "a link to a pipe": (link_to_pipe, f"'out' is a pipe, {TAKES_THE_PLACE}"),
+    "a folder": (os.mkdir, "'out' is a folder; give the name of a file, in it or elsewhere"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_what_is_no_file_is_not_replaced(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, said = OTHER_KINDS[kind]
+    write_run(Path("runs/a"))
+    make(Path("out"))
+    before = os.lstat("out")
+    assert main(["compare", "runs", "--out", "out"]) == 2
+    assert capsys.readouterr() == ("", f"error: {said}\n")
+    assert stat.S_IFMT(os.lstat("out").st_mode) == stat.S_IFMT(before.st_mode)
+    assert os.path.samestat(os.lstat("out"), before)
+    assert not list(Path().glob(".*.tmp"))
+
+
+def test_nothing_is_written_among_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/stdout is a link, and where the output goes to a file one to a regular file."""
+    monkeypatch.setattr(files, "_DEVICES", tmp_path / "dev")
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    (tmp_path / "printed").write_text("so far")
+    (tmp_path / "dev/stdout").symlink_to(tmp_path / "printed")
+    for name in ("stdout", "nul"):
+        with pytest.raises(NoFileName, match=f"{name}' is a device, which a file would take the place of"):
+            write_text(tmp_path / "dev" / name, "text")
+    assert (tmp_path / "dev/stdout").is_symlink()
+    assert (tmp_path / "printed").read_text() == "so far"
+    write_text(tmp_path / "dev/shm/x", "text")
+
+
+def test_a_file_in_the_way_of_a_folder_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("runs/a"))
+    Path("file").touch()
+    assert main(["compare", "runs", "--out", "file/new/table.md"]) == 2
+    assert capsys.readouterr().err == (
+        "error: 'file/new/table.md' cannot be written: file is no folder; choose another place\n"
+    )
+    assert no_folder(Path("file/new")) == Path("file")
+    assert no_folder(Path("not/there/yet")) is None
+
+
+def test_a_link_to_a_file_is_replaced_and_the_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "anothers").write_text("precious")
+    (tmp_path / "mine").symlink_to("anothers")
+    write_text(tmp_path / "mine", "new")
+    assert (tmp_path / "anothers").read_text() == "precious"
+    assert not (tmp_path / "mine").is_symlink()
+    assert (tmp_path / "mine").read_text() == "new"
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    name = "x" * 300
+    with pytest.raises(OSError, match="name too long") as refused:
+        write_text(tmp_path / name, "text")
+    assert refused.value.filename == str(tmp_path / name)
+    with pytest.raises(OSError, match="No such file") as refused, replacing(tmp_path / "a") as temporary:
+        temporary.unlink()
+    assert refused.value.filename == str(tmp_path / "a")
+
+
+def test_who_does_without_a_file_does_without_this_one_too(tmp_path: Path) -> None:
+    assert issubclass(NoFileName, OSError)
+    assert issubclass(NoFileName, UserError)
+    with pytest.raises(OSError, match="is a folder") as refused:
+        write_text(tmp_path, "text")
+    assert str(refused.value) == f"'{tmp_path}' is a folder; give the name of a file, in it or elsewhere"
+
+
+@pytest.mark.parametrize("argv", [["export", "nowhere", "--out", "out.onnx"], ["bench", "--quick", "--out", "out"]])
+def test_a_name_that_cannot_be_written_is_told_before_the_work(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("out.onnx", "out.md"):
+        Path(name).mkdir()
+    assert main(argv) == 2
+    assert "is a folder; give the name of a file" in capsys.readouterr().err
+
+
+def test_a_bench_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--quick", "--out", "."]) == 2
+    assert capsys.readouterr().err == (
+        "error: --out is '.'; give the name that its files begin with, such as results/bench\n"
+    )
