@@ -131,6 +131,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--data.presence", "absent.txt"], "absent.txt: no such file"),
         (["eval"], "RUN"),
         (["eval", "absent"], "absent is no run folder"),
+        (["eval", __file__], "is no run folder but a file; give the folder that incseg train wrote"),
         (["train", "--config", "absent.yaml"], "--config absent.yaml does not exist"),
         (["train", "--config", "."], "--config . is a folder"),
         (["protocol", "--data", "shapes"], "--task"),

@@ -145,8 +145,14 @@ def test_settings_are_plain_values(tmp_path: Path, text: str, said: str) -> None
         (lambda c: c["train"].update(epochs=True), "'epochs' holds True"),
         (lambda c: c["train"].update(scale=[1.0]), r"'scale' holds \[1\.0\]"),
         (lambda c: c["model"].update(norm="none"), "'norm' holds 'none'"),
-        (lambda c: c.update(data=[1]), r"\[1\] in place of settings"),
-        (lambda c: c.update(method={}), "'name'"),
+        (lambda c: c.update(data=[1]), r"holds \[1\] in place of the settings of 'data'"),
+        (
+            lambda c: c.pop("data"),
+            r"run/config\.yaml lacks 'data', which every run has; restore it or start",
+        ),
+        (lambda c: c.pop("method"), "lacks 'method', which"),
+        (lambda c: c.update(method={}), r"lacks 'method\.name', which"),
+        (lambda c: c.update(method="mib"), "holds 'mib' in place of the settings of 'method'"),
         (lambda c: c["train"].update(lr=-1.0), r"config\.yaml: train\.lr is -1\.0"),
     ],
 )

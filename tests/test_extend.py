@@ -254,6 +254,18 @@ def test_refusals(first: Path, mine: Path, tmp_path: Path, classes: str, flags: 
     assert not (tmp_path / "run" / "steps").exists()
 
 
+def test_a_run_without_its_settings_of_training_is_refused(first: Path, mine: Path, tmp_path: Path) -> None:
+    """Models of older versions do not tell how they were trained, and config.yaml beside them does."""
+    run = RunDir(shutil.copytree(first, tmp_path / "first"))
+    model, about = load_segmenter(run.model(0))
+    save_segmenter(run.model(0), model, {key: value for key, value in about.items() if key != "train"})
+    trained = config_of(run.root, mine, tmp_path / "run").train
+    assert trained == config_of(first, mine, tmp_path / "run").train
+    run.config.write_text("data: {name: folder}\n")
+    with pytest.raises(UserError, match=r"config\.yaml lacks 'train', which every run has; restore it"):
+        config_of(run.root, mine, tmp_path / "run")
+
+
 def test_a_class_without_images_is_refused(first: Path, mine: Path, tmp_path: Path) -> None:
     shutil.copytree(mine, tmp_path / "mine")
     with (tmp_path / "mine" / "classes.txt").open("a") as file:

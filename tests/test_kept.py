@@ -14,11 +14,13 @@ import made_up_runs
 import numpy as np
 import pytest
 from made_up_runs import ROOT, write_run
+from PIL import Image
 
 from incseg.cli import main
 from incseg.cli.settings import usual_settings
 from incseg.engine.rundir import RunDir
 from incseg.files import write_array, write_record
+from incseg.inference import load
 from incseg.report.fates import fates_of
 from incseg.report.kept import keep_runs
 from incseg.report.records import KEPT_SUFFIX, RunRecord, optional_settings, read_runs
@@ -205,6 +207,8 @@ def test_a_broken_kept_run_is_named_and_left_out(name: str, runs: Path, capsys: 
     shown = capsys.readouterr()
     (line,) = shown.err.splitlines()
     assert line.startswith(f"warning: {file} is left out: ")
+    assert line.endswith("; restore it (git checkout), or keep the run again with make results")
+    assert "delete" not in line
     assert "| `evidential` | 1 |" in shown.out
 
 
@@ -213,6 +217,31 @@ def test_a_bit_that_turned_is_found(runs: Path, capsys: pytest.CaptureFixture[st
     file.write_text(file.read_text().replace('"all": 40.042', '"all": 48.042', 1))
     assert main(["compare", "kept"]) == 1
     assert "its checksum does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["eval", "KEPT"],
+        ["eval", "KEPT", "--save"],
+        ["predict", "KEPT", "a.png", "--out", "out"],
+        ["export", "KEPT", "--out", "a.onnx"],
+        ["demo", "KEPT"],
+        ["extend", "KEPT", "--out", "out"],
+        ["train", "--start", "KEPT"],
+    ],
+)
+def test_a_kept_run_has_no_models(argv: list[str], runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = kept_of(runs) / "e42.run.json"
+    Image.new("RGB", (9, 9)).save("a.png")
+    assert main([str(file) if word == "KEPT" else word for word in argv]) == 2
+    assert capsys.readouterr().err == (
+        f"error: '{file}' is a kept run, which has figures but no models; give its run folder, or train it again with "
+        "the command that the file holds\n"
+    )
+    with pytest.raises(UserError, match="is a kept run"):
+        load(file)
+    assert sorted(path.name for path in Path().iterdir()) == ["a.png", "kept", "runs"]
 
 
 KEPT_HERE = pytest.mark.skipif(not (ROOT / "results/voc-laptop/runs").is_dir(), reason="results/ is in a checkout only")

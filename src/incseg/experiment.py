@@ -470,25 +470,23 @@ def job_of(config: RunConfig, name: str) -> Job:
 
 def load_run_config(folder: Path) -> RunConfig:
     """The configuration a run was made with."""
-    values = read_config(RunDir(folder).config)
     groups = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
+    values = read_config(RunDir(folder).config, "method", *groups)
+    if not isinstance(values["method"].get("name"), str):
+        raise UserError(f"{folder}/config.yaml lacks 'method.name', which every run has; restore it or start a new run")
     try:
         for name, kind in groups.items():
             _require_types(kind, values[name])
         _require_types(RunConfig, {key: value for key, value in values.items() if key not in groups})
-        if not isinstance(values["method"]["name"], str):
-            raise TypeError("its method has no name")
         return RunConfig(**{**values, **{name: kind(**values[name]) for name, kind in groups.items()}})
     except UserError as error:
         raise UserError(f"{folder}/config.yaml: {error}") from error
-    except (KeyError, TypeError) as error:
+    except TypeError as error:
         raise UserError(f"{folder}/config.yaml does not fit this version of incseg ({error})") from error
 
 
 def _require_types(kind: type, values: dict[str, Any]) -> None:
     """A file that someone edited, or another version wrote, may hold anything."""
-    if not isinstance(values, dict):
-        raise TypeError(f"it has {values!r} in place of settings")
     hints = get_type_hints(kind)
     for name, value in values.items():
         if name in hints and not _is_a(value, hints[name]):

@@ -101,7 +101,8 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:
+    """`remedy` is what to do where the file is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -109,7 +110,7 @@ def read_json(path: Path) -> Any:
             f"{path} is missing; the run did not get that far, start it again with its own command"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); {_MADE_AGAIN}") from error
+        raise UserError(f"{path} is damaged ({error}); {remedy}") from error
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
@@ -117,13 +118,13 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     write_json(path, {**record, _CHECKSUM: _json_checksum(record)})
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path, remedy: str = _MADE_AGAIN) -> dict[str, Any]:
     """What `write_record` wrote."""
-    record = read_json(path)
+    record = read_json(path, remedy)
     if not isinstance(record, dict):
-        raise UserError(f"{path} is damaged (it holds no record); {_MADE_AGAIN}")
+        raise UserError(f"{path} is damaged (it holds no record); {remedy}")
     if record.pop(_CHECKSUM, None) not in (None, _json_checksum(record)):
-        raise UserError(f"{path} is damaged (its checksum does not fit); {_MADE_AGAIN}")
+        raise UserError(f"{path} is damaged (its checksum does not fit); {remedy}")
     return record
 
 

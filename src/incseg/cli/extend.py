@@ -89,7 +89,7 @@ def _recipe(file: Path, about: dict[str, Any], method: str) -> dict[str, Any]:
     if "train" in about:
         trained = about["train"]
     elif run.config.is_file() and run.root / "steps" == file.parent.parent:
-        trained = read_config(run.config)["train"]
+        trained = read_config(run.config, "train")["train"]
     else:
         trained = preset_for(_RECIPE, method)["train"] | ({"crop": size} if size else {})
     known = {field.name for field in dataclasses.fields(TrainConfig)}

@@ -46,6 +46,9 @@ MAY_DIFFER = {
 }
 """Settings that change nothing in the result, and so may change when a run goes on."""
 
+KEPT_SUFFIX = ".run.json"
+"""Of a file that was kept of a run (report/kept.py): its figures, without models."""
+
 
 class RunDir:
     """One run on disk."""
@@ -203,6 +206,7 @@ def model_file(path: Path, step: int | None = None) -> Path:
     """The file that a path given by a person stands for."""
     if not path.exists():
         raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a model file")
+    _require_models(path)
     run = RunDir(path)
     own = path / "model.safetensors"
     if path.is_file() or own.is_file():
@@ -222,6 +226,19 @@ def model_file(path: Path, step: int | None = None) -> Path:
     return run.model(done[-1] if step is None else step)
 
 
+def is_kept_run(path: Path) -> bool:
+    """Whether a path is what was kept of a run instead of its folder."""
+    return path.name.endswith(KEPT_SUFFIX) and path.is_file()
+
+
+def _require_models(path: Path) -> None:
+    if is_kept_run(path):
+        raise UserError(
+            f"'{path}' is a kept run, which has figures but no models; give its run folder, or train it again with the "
+            "command that the file holds"
+        )
+
+
 def environment() -> dict[str, Any]:
     """Versions, commit, machine and command: what a figure needs beside it."""
     return {
@@ -236,18 +253,28 @@ def environment() -> dict[str, Any]:
     }
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A config.yaml as plain values."""
+def read_config(path: Path, *groups: str) -> dict[str, Any]:
+    """A config.yaml as plain values, with settings in these groups."""
     try:
         value = read_yaml(path)
     except FileNotFoundError as error:
         raise UserError(f"{path.parent} is no run folder: it has no {path.name}") from error
+    except NotADirectoryError as error:
+        _require_models(path.parent)
+        raise UserError(
+            f"{path.parent} is no run folder but a file; give the folder that incseg train wrote"
+        ) from error
     except yaml.YAMLError as error:
         raise UserError(
             f"{path} is no valid YAML ({str(error).splitlines()[0]}); restore it or start a new run"
         ) from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__}, not settings; restore it or start a new run")
+    for group in groups:
+        if group not in value:
+            raise UserError(f"{path} lacks '{group}', which every run has; restore it or start a new run")
+        if not isinstance(value[group], dict):
+            raise UserError(f"{path} holds {value[group]!r} in place of the settings of '{group}'; restore it")
     return value
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from incseg.engine.rundir import MAY_DIFFER, RunDir, flatten, read_config
+from incseg.engine.rundir import KEPT_SUFFIX, MAY_DIFFER, RunDir, flatten, is_kept_run, read_config
 from incseg.files import read_json, read_record
 from incseg.metrics.continual import FIGURES
 from incseg.types import UserError
@@ -26,9 +26,8 @@ Usual = Callable[[dict[str, Any]], dict[str, Any]]
 """From a configuration to what its preset and method take where nothing else is said."""
 Warn = Callable[[str], None]
 
-KEPT_SUFFIX = ".run.json"
-"""Of a file that was kept of a run."""
-
+_KEPT_AGAIN = "restore it (git checkout), or keep the run again with make results"
+"""What to do with a file of a run that is damaged: it is committed, and no command of the run makes it."""
 _OPTION_GROUPS = ("method", "train", "model", "data", "eval")
 _NO_OPTIONS = MAY_DIFFER | {
     "data.name", "data.root", "data.presence", "data.classes_file", "eval.batch_size", "method.name",
@@ -141,10 +140,11 @@ def find_runs(folders: Iterable[str | Path], warn: Warn) -> list[Path]:
     a run; each once, sorted below its parent."""
     found: dict[Path, Path] = {}
     for given in map(Path, folders):
-        here = [given] if _is_kept(given) else []
+        here = [given] if is_kept_run(given) else []
         if not given.is_dir() and not here:
             problem = "is a file" if given.exists() else "does not exist"
-            raise UserError(f"{given} {problem}; give run folders, or folders with run folders in them")
+            allowed = f"give run folders, folders with run folders in them, or kept runs (*{KEPT_SUFFIX})"
+            raise UserError(f"{given} {problem}; {allowed}")
         for place, below, files in os.walk(given):
             below.sort()
             if "config.yaml" in files or "results.json" in files:
@@ -152,16 +152,12 @@ def find_runs(folders: Iterable[str | Path], warn: Warn) -> list[Path]:
                 below.clear()
             else:
                 below[:] = [name for name in below if not name.startswith(".")]
-                here += [file for name in sorted(files) if _is_kept(file := Path(place) / name)]
+                here += [file for name in sorted(files) if is_kept_run(file := Path(place) / name)]
         if not here:
             warn(f"{given} holds no run folder")
         for folder in here:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
-
-
-def _is_kept(path: Path) -> bool:
-    return path.name.endswith(KEPT_SUFFIX) and path.is_file()
 
 
 def _read_run(folder: Path, usual: Usual) -> RunRecord:
@@ -241,9 +237,12 @@ def _read_kept(file: Path, usual: Usual) -> list[RunRecord]:
 
     What was an option is told by the presets of today: the same settings have one name, whenever they were kept.
     """
-    kept = read_record(file)
-    every = [_need(kept, "run", dict, "it"), *_need(kept, "retests", list, "it")]
-    found = [_kept_record(file, values) for values in every]
+    kept = read_record(file, _KEPT_AGAIN)
+    try:
+        every = [_need(kept, "run", dict, "it"), *_need(kept, "retests", list, "it")]
+        found = [_kept_record(file, values) for values in every]
+    except (UserError, TypeError) as error:  # a TypeError where it has a field that is none
+        raise UserError(f"{_one_line(error)}; {_KEPT_AGAIN}") from error
     first = found[0]
     config = {"preset": first.preset, "method": {"name": first.method}, "data": {"name": first.dataset}}
     usually = flatten(usual(config))
