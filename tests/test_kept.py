@@ -205,7 +205,8 @@ def test_a_broken_kept_run_is_named_and_left_out(name: str, runs: Path, capsys: 
         write_record(file, values)
     assert main(["compare", str(kept)]) == 1
     shown = capsys.readouterr()
-    (line,) = shown.err.splitlines()
+    line, note = shown.err.splitlines()
+    assert note == "note: 1 run below ablations/ left out; --everything shows all"
     assert line.startswith(f"warning: {file} is left out: ")
     assert line.endswith("; restore it (git checkout), or keep the run again with make results")
     assert "delete" not in line

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -571,11 +572,14 @@ def test_compare_warns_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ([], "RUN"),
         (["absent"], "absent does not exist; give run folders"),
-        (["empty"], "no finished run in empty"),
+        (["empty"], "nothing to show: empty holds no run folder; incseg train makes runs"),
         (["runs", "--fromat", "csv"], "did you mean --format?"),
         (["runs", "--format", "html"], "invalid choice: 'html'"),
         (["runs", "--published", "no"], "invalid choice: 'no'"),
-        (["unfinished"], "no finished run in unfinished"),
+        (["unfinished"], "nothing to show: unfinished/a is not finished (0 of 2 steps) and left out; incseg train"),
+        (["broken"], "nothing to show: broken is left out: broken/protocol.json is missing; the run did not get"),
+        (["tried"], "nothing to show: 1 run below ablations/ left out; --everything shows all; incseg train"),
+        (["absent", "--everything"], "absent does not exist; give run folders"),
     ],
 )
 def test_a_mistake_costs_one_line(
@@ -583,13 +587,90 @@ def test_a_mistake_costs_one_line(
 ) -> None:
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "unfinished/a", steps_done=0)
+    write_run(tmp_path / "tried/ablations/a", steps_done=0)
+    (write_run(tmp_path / "broken") / "protocol.json").unlink()
     (tmp_path / "empty").mkdir()
     assert main(["compare", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    error = shown.err.splitlines()[-1]
+    (error,) = shown.err.splitlines()
     assert error.startswith("error: ")
     assert expected in error
+
+
+@pytest.mark.parametrize(
+    "given", [["absent"], ["empty"], ["unfinished"], ["broken"], ["empty", "broken", "unfinished"]]
+)
+def test_report_and_compare_say_the_same_of_nothing(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "unfinished/a", steps_done=0)
+    (write_run(tmp_path / "broken") / "protocol.json").unlink()
+    (tmp_path / "empty").mkdir()
+    said = []
+    for command in (["compare"], ["report", "--out", "page", "--images", "0"]):
+        assert main([*command, *given]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert said[0].count("\n") == 1
+    for name in given:
+        assert said[0].count(f"{name} holds") + said[0].count(f"{name}/") + said[0].count(f"{name} does") == 1
+    assert not Path("page").exists()
+
+
+def test_of_many_reasons_a_line_tells_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "abcde":
+        write_run(tmp_path / "runs" / name, steps_done=0)
+    assert main(["compare", "runs"]) == 2
+    assert capsys.readouterr().err.endswith("left out; and 2 more; incseg train makes runs\n")
+
+
+LEFT_OUT = "note: 3 runs below ablations/ and 2 tests with other inference options left out; --everything shows all\n"
+
+
+def test_compare_leaves_variants_out(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def compared(*argv: str) -> tuple[set[str], str]:
+        assert main(["compare", *argv]) == 0
+        shown = capsys.readouterr()
+        return {line.split(" |")[0] for line in shown.out.splitlines() if line.startswith("| `")}, shown.err
+
+    shutil.rmtree(study / "unfinished")
+    methods, tested = {"| `finetune`", "| `evidential`", "| `joint`"}, "| `evidential` (balancing odds)"
+    ablations = {"| `evidential` (lambda_kd 5.0)", "| `evidential` (scope seen, train.lr 0.5)"}
+    runs = "runs/voc-laptop"
+    assert compared(runs) == (methods, LEFT_OUT)
+    assert compared(runs, "--everything") == (methods | {tested} | ablations, "")
+    assert compared(f"{runs}/ablations") == (ablations, "")
+    assert compared(f"{runs}/ablations/lonely", f"{runs}/f42") == (
+        {"| `finetune`", "| `evidential` (lambda_kd 5.0)"},
+        "",
+    )
+    assert compared(f"{runs}/e42") == ({"| `evidential`", tested}, "")
+    beside, said = compared(runs, f"{runs}/ablations/lonely", f"{runs}/e42", f"{runs}/e1337")
+    assert beside == methods | {tested, "| `evidential` (lambda_kd 5.0)"}
+    assert said == "note: 2 runs below ablations/ left out; --everything shows all\n"
+    assert compared(runs, f"{runs}/ablations")[0] == methods | ablations
+    Path("linked").symlink_to(study)
+    assert compared("linked") == (methods, LEFT_OUT)
+
+
+def test_best_is_no_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of many variants one is ahead by chance: it must not take the bold type from the methods."""
+    write_run(tmp_path / "runs/f", (10, 10, 10, 10), method="finetune")
+    retest(write_run(tmp_path / "runs/e"), (91, 91, 91, 91), balancing="odds")
+    write_run(tmp_path / "runs/ablations/s", (90, 90, 90, 90), settings={"method.scope": "seen"})
+    for kind, best in (("markdown", "**40.0**"), ("latex", r"\textbf{40.0}")):
+        assert main(["compare", "runs", "--format", kind, "--published", "false"]) == 0
+        text = capsys.readouterr().out
+        assert best in text
+        assert not {"90.0", "91.0"} & set(re.findall(r"\d+\.\d", text))
+    assert main(["compare", "runs", "--format", "csv", "--published", "false"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["method"], row["options"]) for row in rows] == [("finetune", ""), ("evidential", "")]
+    assert main(["compare", "runs", "--format", "json", "--published", "false"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert sorted(row["all"] for row in data["rows"]) == [10, 40]
+    assert sorted(one["all"]["mean"] for one in data["summary"]) == [10, 40]
 
 
 def test_the_overview_shows_compare(capsys: pytest.CaptureFixture[str]) -> None:
@@ -652,11 +733,10 @@ def test_results_are_written_from_folders_alone(
 
 def test_results_hold_the_papers_table(script: ModuleType, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.main([])
-    for folder in study.iterdir():  # other options of inference and ablations have a page of their own
-        shutil.rmtree(folder if folder.name == "ablations" else RunDir(folder).retests, ignore_errors=True)
     capsys.readouterr()
-    main(["compare", "runs/voc-laptop"])
-    assert Path("results/voc-laptop/paper.md").read_text() == capsys.readouterr().out
+    for kind, ending in FORMATS.items():  # other options of inference and ablations have a page of their own
+        main(["compare", "results/voc-laptop/runs", "--format", kind])
+        assert Path(f"results/voc-laptop/paper{ending}").read_text() == capsys.readouterr().out
     assert "\\begin{tabular}" in Path("results/voc-laptop/paper.tex").read_text()
     assert "evidential,,15-1" in Path("results/voc-laptop/paper.csv").read_text()
     assert json.loads(Path("results/voc-laptop/paper.json").read_text())["published"]

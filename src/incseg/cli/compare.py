@@ -8,10 +8,9 @@ from pathlib import Path
 
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
-from incseg.report.compare import compare
-from incseg.report.records import read_runs
+from incseg.report.compare import ABLATIONS, apart_line, compare, set_apart
+from incseg.report.records import read_runs, require_some
 from incseg.report.writers import FORMATS, written
-from incseg.types import UserError
 
 HELP = "a table of finished runs in the paper's layout, mean over seeds, beside the published figures"
 
@@ -28,18 +27,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--published", choices=["true", "false"], default="true", help="with the published figures (default: true)"
     )
-    parser.epilog = "incseg eval RUN --method.NAME VALUE --save adds a row with other inference options."
+    parser.add_argument(
+        "--everything",
+        action="store_true",
+        help=f"also runs below a folder {ABLATIONS}/ and tests with other inference options, which are else left out "
+        "unless their run is named itself",
+    )
+    parser.epilog = "incseg eval RUN --method.NAME VALUE --save adds a row with other inference options to that of RUN."
 
 
 def run(args: argparse.Namespace) -> int:
     broken: list[str] = []
     records = read_runs(args.runs, usual_settings, broken.append)
+    records, apart = (records, []) if args.everything else set_apart(records, args.runs)
     unfinished = [record.how_far for record in records if not record.finished]
+    records = [record for record in records if record.finished]
+    note = apart_line(apart)
+    require_some(records, [*broken, *unfinished, *([note] if note else [])])
     for line in (*broken, *unfinished):
         _warn(line)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     tables = compare(records, args.published == "true", _warn)
-    if not tables:
-        raise UserError(f"no finished run in {', '.join(args.runs)}; incseg train makes them")
     for warning in (warning for table in tables for warning in table.warnings):
         _warn(warning)
     text = written(args.format, tables, records)

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
     parser.add_argument(
-        "--save", action="store_true", help="keep the row in RUN/retests, from where incseg compare makes tables"
+        "--save", action="store_true", help="keep the row in RUN/retests, which incseg compare RUN shows"
     )
     parser.epilog = "Options of the run's method are given as --method.NAME VALUE."
 

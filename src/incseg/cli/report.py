@@ -16,7 +16,7 @@ from incseg.files import write_text
 from incseg.gallery import Models, report_blocks
 from incseg.report.chapters import section_blocks, table_chapters, under_way
 from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
-from incseg.report.records import RunRecord, read_runs
+from incseg.report.records import RunRecord, read_runs, require_some
 from incseg.report.sections import sections_of
 from incseg.types import UserError
 
@@ -47,15 +47,15 @@ def run(args: argparse.Namespace) -> int:
     if args.images < 0:
         raise UserError(f"--images is {args.images}; give how many test images, or 0 for none")
     began = time.monotonic()
-    warnings = _Warnings()
-    records = read_runs(args.runs, usual_settings, warnings.add)
-    for record in (record for record in records if not record.rows and not record.finished):
-        warnings.add(f"{record.folder} has no finished step yet")
-    records = [record for record in records if record.rows or record.finished]
-    if not records:
-        reasons = f" ({warnings.lines[0]})" if warnings.lines else ""
-        raise UserError(f"nothing to report in {', '.join(args.runs)}{reasons}; incseg train makes runs")
+    left_out: list[str] = []
+    found = read_runs(args.runs, usual_settings, left_out.append)
+    left_out += [record.how_far for record in found if not record.rows and not record.finished]
+    records = [record for record in found if record.rows or record.finished]
+    require_some(records, left_out)
     out = _folder(args)
+    warnings = _Warnings()
+    for line in left_out:
+        warnings.add(line)
     figures = out / FIGURES_FOLDER
     chapters = table_chapters(records, warnings.add)
     chapters += [chapter] if (chapter := under_way(records)) else []

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +24,8 @@ _LAYOUTS: dict[str, tuple[Column, ...]] = {
 _USUAL_SETTING = {"ade20k": "pseudo-disjoint"}
 """Where a row has a setting, not a column: the one that is not worth saying."""
 _BOTH_ORDERS = "a+b"
+ABLATIONS = "ablations"
+"""The folder of a study for runs that are held against its others and are no methods of their own."""
 
 
 @dataclass
@@ -63,6 +66,33 @@ class Table:
         ]
         mine = line.cells.get(column, {}).get(figure)
         return line.ranked and mine is not None and len(rivals) > 1 and round(mine.mean, 1) == max(rivals)
+
+
+def set_apart(records: Iterable[RunRecord], given: Iterable[str | Path]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """The records that a table of methods is made of, and those that would only blur which method is best.
+
+    The latter are runs below a folder `ablations`, and tests with other inference options: variants, of which the best
+    is chosen by the very figures of the table. Runs that were given themselves, not by a folder above, are the
+    former with all their tests.
+    """
+    places = {Path(place).resolve() for place in given}
+    shown: list[RunRecord] = []
+    apart: list[RunRecord] = []
+    for record in records:
+        above = record.folder.parent.resolve()
+        ways = [above.relative_to(place).parts for place in places if place in (above, *above.parents)]
+        variant = record.retest is not None or all(ABLATIONS in way for way in ways)
+        (apart if variant and record.folder.resolve() not in places else shown).append(record)
+    return shown, apart
+
+
+def apart_line(apart: Sequence[RunRecord]) -> str | None:
+    """How many were set apart, in words; None where none was."""
+    tests = sum(record.retest is not None for record in apart)
+    runs = len(apart) - tests
+    counts = [f"{runs} run{'s' * (runs != 1)} below {ABLATIONS}/"] if runs else []
+    counts += [f"{tests} test{'s' * (tests != 1)} with other inference options"] if tests else []
+    return f"{' and '.join(counts)} left out; --everything shows all" if counts else None
 
 
 def compare(records: Sequence[RunRecord], published: bool, warn: Warn) -> list[Table]:

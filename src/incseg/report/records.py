@@ -28,6 +28,8 @@ Warn = Callable[[str], None]
 
 _KEPT_AGAIN = "restore it (git checkout), or keep the run again with make results"
 """What to do with a file of a run that is damaged: it is committed, and no command of the run makes it."""
+_MOST_REASONS = 3
+"""That one line tells."""
 _OPTION_GROUPS = ("method", "train", "model", "data", "eval")
 _NO_OPTIONS = MAY_DIFFER | {
     "data.name", "data.root", "data.presence", "data.classes_file", "eval.batch_size", "method.name",
@@ -133,6 +135,13 @@ def read_runs(folders: Iterable[str | Path], usual: Usual, warn: Warn) -> list[R
             if retest is not None:
                 records.append(retest)
     return records
+
+
+def require_some(shown: Sequence[RunRecord], left_out: Sequence[str]) -> None:
+    """Where nothing is left to show, one line that says why: the warnings there would have been."""
+    if not shown:
+        more = f"; and {len(left_out) - _MOST_REASONS} more" if len(left_out) > _MOST_REASONS else ""
+        raise UserError(f"nothing to show: {'; '.join(left_out[:_MOST_REASONS])}{more}; incseg train makes runs")
 
 
 def find_runs(folders: Iterable[str | Path], warn: Warn) -> list[Path]:
