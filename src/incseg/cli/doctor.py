@@ -143,15 +143,20 @@ def _data(roots: list[Path] | None) -> Iterator[Finding]:
 
 
 def _storage() -> Iterator[Finding]:
-    from incseg.files import cache_path
+    from incseg.files import cache_root, no_folder
 
-    cache = cache_path("features").parent
-    size = 0
-    for file in cache.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a run that is going has just renamed it
-            size += file.stat().st_size if file.is_file() else 0
-    yield Finding("cache", "ok", f"{size / 1e9:.2f} GB in {cache}; incseg cache lists it, INCSEG_CACHE moves it")
-    for topic, folder in (("disk", Path.cwd()), ("cache disk", cache)):
+    cache, places = cache_root(), [("disk", Path.cwd())]
+    if obstacle := no_folder(cache):
+        text = f"nothing can be kept in {cache}, because {obstacle} is no folder"
+        yield Finding("cache", "warning", text, "set INCSEG_CACHE to a folder")
+    else:
+        size = 0
+        for file in cache.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a run that is going has just renamed it
+                size += file.stat().st_size if file.is_file() else 0
+        yield Finding("cache", "ok", f"{size / 1e9:.2f} GB in {cache}; incseg cache lists it, INCSEG_CACHE moves it")
+        places.append(("cache disk", cache))
+    for topic, folder in places:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         free = shutil.disk_usage(existing).free
         if not os.access(existing, os.W_OK):

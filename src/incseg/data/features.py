@@ -34,6 +34,8 @@ BLOCK = 64
 """Images per block: what an interruption may cost."""
 _ABOUT = "about.json"
 _LOCK = ".lock"
+_MARGIN = 0.01
+"""Of what a cache needs, to be left free: files take whole blocks of the disk, and runs write there too."""
 _OUR_FILES = ("block-*.bin", _ABOUT, _LOCK, ".*.tmp")
 
 
@@ -166,7 +168,8 @@ def require_space(stores: Sequence[FeatureStore], images: Sequence[int]) -> None
     if not stores:
         return
     root = stores[0].folder.parent
-    needed = sum(store.layout.bytes_per_image * more for store, more in zip(stores, images, strict=True))
+    content = sum(store.layout.bytes_per_image * more for store, more in zip(stores, images, strict=True))
+    needed = content * (1 + _MARGIN)
     free = shutil.disk_usage(root).free
     if needed > free:
         raise UserError(
