@@ -321,6 +321,15 @@ def test_a_folder_in_which_nothing_was_learnt_takes_other_settings(tmp_path: Pat
     assert load_run_config(run(config)).train.batch_size == 8
 
 
+def test_a_run_from_random_weights_says_so_once(tmp_path: Path) -> None:
+    """Few train a large backbone from nothing on purpose; paper-voc without --model.weights does."""
+    config = small_config(tmp_path / "run", model={"backbone": "resnet18"}, train={"batch_size": 1})
+    with pytest.raises(UserError, match="batch of one image"):  # soon enough
+        run(config)
+    log = RunDir(config.folder).log.read_text()
+    assert log.count("note: resnet18 has no pretrained weights and learns from random ones; give --model.weights") == 1
+
+
 def test_a_run_folder_serves_one_process_at_a_time(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
     first = RunDir(config.folder)

@@ -211,6 +211,17 @@ def test_building_warns_of_a_frozen_random_backbone() -> None:
     lines: list[str] = []
     build_segmenter(replace(SMALL, freeze_backbone=True), False, lines.append)
     assert len(lines) == 1
-    assert "no pretrained weights" in lines[0]
+    assert "frozen but has no pretrained weights" in lines[0]
     build_segmenter(SMALL, False, lines.append)
     assert len(lines) == 1
+
+
+def test_building_tells_of_a_random_backbone() -> None:
+    lines: list[str] = []
+    for backbone in ("resnet18", "efficientnet-lite0", "tiny"):
+        build_segmenter(replace(SMALL, backbone=backbone), False, lines.append)
+    told = "has no pretrained weights and learns from random ones; give --model.weights"
+    assert lines == [
+        f"note: resnet18 {told} a file (.pth, .pt or .safetensors)",
+        f"note: efficientnet-lite0 {told} imagenet or a file (.pth, .pt or .safetensors)",
+    ]

@@ -163,10 +163,15 @@ class Segmenter(nn.Module):
 
 
 def build_segmenter(config: ModelConfig, background_output: bool, log: Callable[[str], None] = print) -> Segmenter:
-    """A new model with its pretrained backbone; what the weights matched is logged."""
+    """A new model with its pretrained backbone; what the weights matched, or that there are none, is logged."""
     model = Segmenter(config, background_output)
+    backbone = model.backbone
+    file = "a file (.pth, .pt or .safetensors)"
+    remedy = f"give --model.weights {f'imagenet or {file}' if backbone.offers_imagenet() else file}"
     if config.weights is not None:
-        log(str(load_weights(model.backbone, config.weights)))
+        log(str(load_weights(backbone, config.weights)))
     elif config.freeze_backbone or config.norm.startswith("frozen"):
-        log(f"note: {config.backbone} is frozen but has no pretrained weights; give --model.weights")
+        log(f"note: {config.backbone} is frozen but has no pretrained weights; {remedy}")
+    elif not backbone.from_nothing:
+        log(f"note: {config.backbone} has no pretrained weights and learns from random ones; {remedy}")
     return model

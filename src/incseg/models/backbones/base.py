@@ -28,6 +28,9 @@ class Backbone(nn.Module, ABC):
     classifier_keys: ClassVar[tuple[str, ...]] = ("fc.", "classifier.", "head.")
     """How the names of a foreign file begin that belong to its image classifier, which we do not have."""
 
+    from_nothing: ClassVar[bool] = False
+    """Whether it is meant to be trained without pretrained weights."""
+
     channels: tuple[int, ...]
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
@@ -55,6 +58,10 @@ class Backbone(nn.Module, ABC):
             f"weights 'imagenet' are not available for {self.name}; "
             "give the path of a downloaded state dict (.pth or .safetensors), or no weights"
         )
+
+    @classmethod
+    def offers_imagenet(cls) -> bool:
+        return cls.imagenet_weights is not Backbone.imagenet_weights
 
 
 class StrideBudget:

@@ -14,6 +14,7 @@ class TinyNet(Backbone):
     """Four residual stages, of strides 2, 4, 8 and 16, each capped at the output stride."""
 
     allowed_strides = (4, 8, 16)
+    from_nothing = True
     natural_strides = (2, 4, 8, 16)
     channels = (24, 48, 64, 96)
     mean = (0.5, 0.5, 0.5)
