@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
@@ -58,6 +59,12 @@ def write_config(config: RunConfig, path: Path) -> str:
     """As a file for --config."""
     path.write_text(yaml.safe_dump(config.as_dict()))
     return str(path)
+
+
+def noise(class_name: str, count: int, seed: int) -> list[Image.Image]:
+    """Photographs for methods that replay: `generator="small_runs:noise"`."""
+    generator = np.random.default_rng(seed)
+    return [Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(count)]
 
 
 def train_in_two_processes(*configs: RunConfig) -> None:

@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from small_runs import PYTHON_PATH, quiet, rows_of, small_config
 from torch import Tensor, nn
 
@@ -35,16 +34,11 @@ CASES: dict[str, dict[str, Any]] = {name: {"name": name} for name in METHODS} | 
     "evidential-combined": {"name": "evidential", "foreground_weight": True, "pseudo_labels": 0.9, "pod": 0.01},
     "sdr-mib": {"name": "sdr", "output": "mib"},
     "mib-bias": {"name": "mib", "background": "bias"},
-    "recall-replay": {"name": "recall", "generator": "test_accumulate:noise", "replay_images": 5, "helper_epochs": 1},
+    "recall-replay": {"name": "recall", "generator": "small_runs:noise", "replay_images": 5, "helper_epochs": 1},
 }
 PER_PART = {"seen"}  # counts positions of a mean part; only ratios of it are used
 IMAGES, SIZE = 7, 16  # neither 2 nor 4 parts are equal
 INFO = DatasetInfo("toy", ("ant", "bee", "cow"))
-
-
-def noise(name: str, count: int, seed: int) -> list[Image.Image]:
-    generator = np.random.default_rng(seed)
-    return [Image.fromarray(generator.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)) for _ in range(count)]
 
 
 def as_inputs(images: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Interrupting, assert_same_run, quiet, rows_of, small_config
+from small_runs import quiet, rows_of, small_config
 from torch import Tensor, nn
 
 from incseg.engine.rundir import RunDir
@@ -251,22 +251,6 @@ def test_one_base_serves_all_three(run: Callable[..., Path]) -> None:
     alone = models(run("alone", task="6-4", method={"name": "rw"}), 1)
     assert all(torch.equal(tensor, alone[key]) for key, tensor in models(rw, 1).items())
     assert not torch.equal(models(ewc, 1)["aspp.mix.weight"], models(pi, 1)["aspp.mix.weight"])
-
-
-@pytest.mark.parametrize(
-    ("name", "moment", "after"),
-    [("rw", "step 0/2", 3), ("ewc", "step 1/2", 2), ("pi", "step 1/2", 2), ("rw", "step 2/2", 3)],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    name: str, moment: str, after: int, run: Callable[..., Path], tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"epochs": 1, "epochs_later": 3, "lr_later": 0.001, "checkpoint_seconds": 0.0}
-    finished = run("finished", method={"name": name})
-    config = small_config(tmp_path / "run", method={"name": name}, train=settings)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, lambda: Interrupting(moment, after))
-    train(config, quiet)
-    assert_same_run(finished, tmp_path / "run")
 
 
 def test_a_frozen_backbone_is_not_penalised(run: Callable[..., Path]) -> None:

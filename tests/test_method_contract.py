@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -13,11 +15,22 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from small_runs import evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import (
+    Interrupting,
+    assert_same_run,
+    evaluated_again,
+    quiet,
+    rows_of,
+    small_config,
+    train_in_two_processes,
+    write_config,
+)
 from torch import Tensor
 
 from incseg.cli import main
-from incseg.experiment import train
+from incseg.engine.rundir import RunDir
+from incseg.experiment import RunConfig, train
+from incseg.files import read_tensors
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method, StepContext
@@ -342,6 +355,9 @@ def test_the_state_survives(scene: Scene) -> None:
     assert mine_losses == their_losses
 
 
+# --- whole runs ----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", [*METHODS, OUTSIDE])
 def test_a_whole_run(name: str, tmp_path: Path) -> None:
     """One class per step, to the end, and evaluated again to the same row."""
@@ -352,6 +368,120 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
     assert len(rows[-1]["iou"]) == 11
     assert rows[-1]["new"] is not None
     assert evaluated_again(config.folder) == rows[-1]
+
+
+REPLAY = {"generator": "small_runs:noise", "replay_images": 2}
+RUNS: dict[str, dict[str, Any]] = {name: {"method": {"name": name}} for name in METHODS} | {
+    "mib-ewf": {"method": {"name": "mib"}, "train": {"fusion": "ewf"}},
+    "sdr-mib": {"method": {"name": "sdr", "output": "mib"}},
+    "recall-replay": {"method": {"name": "recall", "helper_epochs": 1, **REPLAY}},
+    "evidential-all": {"method": {"name": "evidential", "pseudo_labels": 0.9, "pod": 0.01, **REPLAY}},
+}
+HALF = {"evidential-bfloat16": {"method": {"name": "evidential"}, "precision": "bfloat16"}}
+
+
+def tiny_config(folder: Path, case: dict[str, Any], **changes: Any) -> RunConfig:
+    """Six classes in two updates, then four in three; batches that two processes cannot halve."""
+    own = {
+        "task": "6-4",
+        "data": {"train_size": 16, "val_size": 4, "image_size": 32},
+        "train": {"epochs": 1, "epochs_later": 3, "batch_size": 7, "crop": 32, "lr_later": 0.001},
+        "eval": {"size": 32},
+    }
+    for given in (case, changes):
+        for key, value in given.items():
+            own[key] = {**own.get(key, {}), **value} if isinstance(value, dict) else value  # type: ignore[dict-item]
+    return small_config(folder, **own)
+
+
+@pytest.mark.parametrize("case", [*RUNS, *HALF])
+def test_a_resumed_run_equals_an_uninterrupted_one(case: str, tmp_path: Path) -> None:
+    """Stopped in the middle of every step, and once more between the last one's training and its test."""
+    whole, parts = (
+        tiny_config(tmp_path / name, (RUNS | HALF)[case], train={"checkpoint_seconds": seconds})
+        for name, seconds in (("whole", 1e6), ("parts", 0.0))
+    )
+    train(whole, quiet)
+    last = len(rows_of(whole.folder)) - 1
+    for step in range(last + 1):
+        interrupt(parts, f"step {step}/{last}", 2)
+        about = checkpoint_of(parts)
+        assert (about["step"], about["progress"]["iteration"]) == (step, 1)
+    interrupt(parts, f"begin test {last}/{last}")
+    train(parts, quiet)
+    assert_same_run(whole.folder, parts.folder)
+
+
+def interrupt(config: RunConfig, moment: str, after: int = 1) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(config, lambda: Interrupting(moment, after))
+
+
+def checkpoint_of(config: RunConfig) -> Any:
+    return json.loads(read_tensors(RunDir(config.folder).checkpoint)[1]["checkpoint"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model and teacher give bfloat16, and what is learnt from it are finite float32 weights."""
+    given = set()
+    losses = METHODS[name].losses
+
+    def watched(self: Method, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        given.update(one.logits.dtype for one in (out, teacher) if one is not None)
+        return losses(self, batch, out, teacher, step)
+
+    monkeypatch.setattr(METHODS[name], "losses", watched)
+    config = tiny_config(tmp_path / "run", RUNS[name], precision="bfloat16")
+    train(config, quiet)
+    assert given == {torch.bfloat16}
+    rows = rows_of(config.folder)
+    assert len(rows) == (1 if METHODS[name].single_step else 2)
+    for step, row in enumerate(rows):
+        assert all(math.isfinite(value) for value in row["losses"].values())
+        assert 0 < row["gradient"]["mean_norm"] < math.inf
+        for key, tensor in read_tensors(RunDir(config.folder).model(step))[0].items():
+            assert tensor.isfinite().all(), key
+            assert tensor.dtype in (torch.float32, torch.int64), key
+    assert evaluated_again(config.folder) == rows[-1]
+
+
+def test_float16_goes_on_with_the_scale_it_had(tmp_path: Path) -> None:
+    """ILT's gradients overflow at first; a run that forgot how far the scale was lowered would lose updates again."""
+    case = {"method": {"name": "ilt"}, "precision": "float16", "train": {"epochs_later": 6}}
+    whole, parts = (
+        tiny_config(tmp_path / name, case, train={"checkpoint_seconds": seconds})
+        for name, seconds in (("whole", 1e6), ("parts", 0.0))
+    )
+    train(whole, quiet)
+    assert rows_of(whole.folder)[1]["gradient"]["mean_norm"] > 0, "in the end an update did not overflow"
+    interrupt(parts, "step 1/1", 4)
+    assert checkpoint_of(parts)["scaler"]["scale"] < 2**16
+    train(parts, quiet)
+    assert_same_run(whole.folder, parts.folder)
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Losses, models and states; group norm, as the statistics of a batch norm are each process's own."""
+    alone, both = (
+        [tiny_config(tmp_path / f"{case}-{who}", RUNS[case], model={"norm": "group"}) for case in RUNS]
+        for who in ("alone", "both")
+    )
+    train_in_two_processes(*both)
+    for case, one, two in zip(RUNS, alone, both, strict=True):
+        train(one, quiet)
+        assert json.loads(RunDir(two.folder).environment.read_text())["processes"] == 2
+        for step, (row, shared) in enumerate(zip(rows_of(one.folder), rows_of(two.folder), strict=True)):
+            # POD starts at the teacher, where rounding decides the direction of its norm's gradient
+            limit = 2e-2 if "pod" in row["losses"] else 1e-4
+            assert shared["losses"] == pytest.approx(row["losses"], rel=limit, abs=1e-6), case
+            for file in (RunDir.model, RunDir.state):
+                wanted, found = (read_tensors(file(RunDir(config.folder), step))[0] for config in (one, two))
+                assert wanted.keys() == found.keys()
+                for name in wanted.keys() - {"seen"}:  # SDR counts positions per process
+                    of_scale = limit * float(wanted[name].abs().amax()) if wanted[name].numel() else 0.0
+                    message = f"{case}, step {step}: {name}"
+                    torch.testing.assert_close(found[name], wanted[name], rtol=limit, atol=of_scale, msg=message)
 
 
 def test_a_method_from_outside_has_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from small_runs import assert_same_run, quiet, rows_of, small_config
+from small_runs import Interrupting, assert_same_run, quiet, rows_of, small_config
 from torch import Tensor
 
-from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir
 from incseg.experiment import train
 from incseg.files import read_tensors
@@ -426,36 +423,21 @@ def test_the_first_step_leaves_no_state() -> None:
 # --- runs ----------------------------------------------------------------------------------------------------
 
 
-class Interrupting(Screen):
-    """Ctrl-C at the second update of step 1."""
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._left = 2 if what.startswith("step 1/") else 0
-        super().begin(what, total, done)
-
-    def advance(self, amount: int = 1, detail: str = "") -> None:
-        self._left -= 1
-        if self._left == 0:
-            raise KeyboardInterrupt
-
-
 def test_a_resumed_step_keeps_its_thresholds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the checkpoint, whatever `begin_step` would find now."""
     whole, broken = (
-        small_config(tmp_path / name, method={"name": "plop"}, train={"checkpoint_seconds": 0.0})
+        small_config(tmp_path / name, task="6-4", method={"name": "plop"}, train={"checkpoint_seconds": 0.0})
         for name in ("whole", "broken")
     )
     train(whole, quiet)
     with pytest.raises(KeyboardInterrupt):
-        train(broken, lambda: Interrupting(Console(file=io.StringIO())))
+        train(broken, lambda: Interrupting("step 1/1", 2))
     saved, _ = read_tensors(RunDir(broken.folder).checkpoint)
     final, _ = read_tensors(RunDir(whole.folder).state(1))
     assert len(final["thresholds"]) == 7
     assert torch.equal(saved["method.thresholds"], final["thresholds"])
     answers = [torch.full((7,), 0.5)]
-    monkeypatch.setattr(
-        plop_module, "entropy_thresholds", lambda *given: answers.pop() if answers else entropy_thresholds(*given)
-    )
+    monkeypatch.setattr(plop_module, "entropy_thresholds", lambda *_: answers.pop())
     train(broken, quiet)
     assert not answers
     assert_same_run(whole.folder, broken.folder)

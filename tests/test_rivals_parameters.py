@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Interrupting, assert_same_run, quiet, rows_of, small_config, train_in_two_processes
+from small_runs import quiet, rows_of, small_config
 from torch import Tensor
 
 from incseg.engine.rundir import RunDir
@@ -44,7 +43,7 @@ def saved(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
-    changes["train"] = {"epochs": 1, "epochs_later": 3, "checkpoint_seconds": 0.0, **changes.get("train", {})}
+    changes["train"] = {"epochs": 1, "epochs_later": 3, **changes.get("train", {})}
     return small_config(folder, **{"task": "6-4", **changes})
 
 
@@ -92,35 +91,19 @@ def test_the_share_counts_classes() -> None:
     assert fusion_share(7, 7) == 1
 
 
-@pytest.fixture(scope="module")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fine-tuning with fusion in two steps; read only."""
-    folder = tmp_path_factory.mktemp("fused") / "run"
-    train(config(folder, method={"name": "finetune"}, train={"fusion": "ewf"}), quiet)
-    return folder
-
-
-def test_a_run_fuses_after_training(fused: Path, tmp_path: Path) -> None:
-    train(config(tmp_path / "plain", method={"name": "finetune"}), quiet)
-    old, new = saved(tmp_path / "plain", 0), saved(tmp_path / "plain", 1)
+def test_a_run_fuses_after_training(tmp_path: Path) -> None:
+    plain, fused = tmp_path / "plain", tmp_path / "fused"
+    train(config(plain, method={"name": "finetune"}), quiet)
+    train(config(fused, method={"name": "finetune"}, train={"fusion": "ewf"}), quiet)
+    old, new = saved(plain, 0), saved(plain, 1)
     assert all(torch.equal(tensor, old[name]) for name, tensor in saved(fused, 0).items())
     for name, tensor in saved(fused, 1).items():
         if name in old and tensor.is_floating_point():
             torch.testing.assert_close(tensor, torch.lerp(old[name], new[name], math.sqrt(4 / 10)), msg=name)
         else:
             assert torch.equal(tensor, new[name])
-    assert rows_of(fused)[1]["losses"] == rows_of(tmp_path / "plain")[1]["losses"]
+    assert rows_of(fused)[1]["losses"] == rows_of(plain)[1]["losses"]
     assert not torch.equal(saved(fused, 1)["aspp.mix.weight"], new["aspp.mix.weight"])
-
-
-@pytest.mark.parametrize(("moment", "after"), [("step 1/1", 2), ("begin test 1/1", 1)])
-def test_a_resumed_run_is_fused_once(fused: Path, tmp_path: Path, moment: str, after: int) -> None:
-    """The second moment leaves a checkpoint that is trained to the end, and not fused."""
-    settings = config(tmp_path / "run", method={"name": "finetune"}, train={"fusion": "ewf"})
-    with pytest.raises(KeyboardInterrupt):
-        train(settings, lambda: Interrupting(moment, after))
-    train(settings, quiet)
-    assert_same_run(fused, tmp_path / "run")
 
 
 def test_fusion_leaves_the_base_shared(tmp_path: Path) -> None:
@@ -328,43 +311,3 @@ def test_the_auxiliary_classifier_does_not_shape_features() -> None:
             assert not parameter.grad[1:].any()
         else:
             assert parameter.grad is None, name
-
-
-# --- all of them ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["ssul", "dkd"])
-def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    train(config(tmp_path / "finished", method={"name": name}), quiet)
-    settings = config(tmp_path / "run", method={"name": name})
-    with pytest.raises(KeyboardInterrupt):
-        train(settings, lambda: Interrupting("step 1/1", 2))
-    train(settings, quiet)
-    assert_same_run(tmp_path / "finished", tmp_path / "run")
-
-
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """Losses, models and states, with fusion; group norm, as the statistics of a batch norm are each process's own."""
-    settings = {"epochs": 1, "epochs_later": 2, "lr_later": 0.002, "fusion": "ewf"}
-    names = ("rw", "sdr", "ssul", "dkd")
-    alone, both = (
-        [
-            config(tmp_path / f"{name}-{who}", method={"name": name}, model={"norm": "group"}, train=settings)
-            for name in names
-        ]
-        for who in ("alone", "both")
-    )
-    for one in alone:
-        train(one, quiet)
-    train_in_two_processes(*both)
-    for mine, theirs in zip(alone, both, strict=True):
-        assert json.loads((theirs.folder / "environment.json").read_text())["processes"] == 2
-        for step, (one, two) in enumerate(zip(rows_of(mine.folder), rows_of(theirs.folder), strict=True)):
-            assert two["losses"] == pytest.approx(one["losses"], rel=1e-3, abs=1e-6), mine.method.name
-            for file in (RunDir.model, RunDir.state):
-                expected, got = (read_tensors(file(RunDir(c.folder), step))[0] for c in (mine, theirs))
-                assert expected.keys() == got.keys()
-                for key in expected.keys() - {"seen"}:  # SDR counts positions per process
-                    scale = float(expected[key].abs().max())
-                    message = f"{mine.folder.name}, step {step}: {key}"
-                    torch.testing.assert_close(got[key], expected[key], rtol=1e-3, atol=1e-3 * scale, msg=message)

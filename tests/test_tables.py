@@ -18,16 +18,19 @@ import made_up_runs
 import numpy as np
 import pytest
 import yaml
-from made_up_runs import change_json, write_run
+from made_up_runs import FIGURES, change_json, write_run
+from PIL import Image
 from small_runs import quiet, small_config
 
 from incseg.cli import main
 from incseg.cli.settings import parse_run, usual_settings
+from incseg.data.ade20k import ADE20K_INFO
 from incseg.engine.rundir import RunDir, flatten
 from incseg.experiment import train
 from incseg.files import write_array
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
+from incseg.protocol import Protocol
 from incseg.report.compare import average_orders, compare
 from incseg.report.published import PUBLISHED
 from incseg.report.records import RunRecord, read_runs, shown_command
@@ -436,6 +439,7 @@ ADE = {
     "rules": "mib",
     "groups": [[f"class {i}" for i in range(100)], [f"class {i}" for i in range(100, 150)]],
 }
+SIDE = 32
 
 
 def test_ade_is_the_mean_of_both_orders(tmp_path: Path) -> None:
@@ -464,6 +468,66 @@ def test_orders_are_averaged_for_the_same_seed_only(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", task="100-50", seed=1, **ADE)
     write_run(tmp_path / "runs/b", task="100-50", seed=2, order="b", **ADE)
     assert [record.order for record in average_orders(read(tmp_path / "runs"))] == ["a", "b"]
+
+
+def write_ade(root: Path) -> None:
+    """All 150 classes in ADE20k's layout, in four images: one of the classes that both orders learn first, one of those
+    that both learn later, and two of the others. A few classes fill the image, and these are tested."""
+    later = [set(Protocol(ADE20K_INFO, "100-50", "overlapped", order=order).steps[1].new) for order in ("a", "b")]
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for i in range(1, 151):
+        kinds.setdefault(tuple(i in ids for ids in later), []).append(i)
+    colours = np.random.default_rng(0).integers(0, 256, (151, 3), dtype=np.uint8)
+    for number, ids in enumerate(kinds.values()):
+        large = np.array(ids[: 3 if number == 0 else 2], dtype=np.uint8)
+        colours[large] = [np.array([number // 2, number % 2, k / 2]) * 255 for k in range(len(large))]
+        tested = np.tile(large.repeat(-(-SIDE // len(large)))[:SIDE], (SIDE, 1))
+        trained = tested.copy()
+        trained.reshape(-1)[: len(ids)] = ids
+        for split, mask in (("training", trained), ("validation", tested)):
+            for folder, pixels, kind in (("images", colours[mask], "jpg"), ("annotations", mask, "png")):
+                path = root / "ADEChallengeData2016" / folder / split / f"{number}.{kind}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+
+
+def test_the_table_of_ade_from_its_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trained in both orders, and in the table with the mean of their figures, which follow from the counts."""
+    write_ade(tmp_path / "data")
+    settings = {
+        "model.backbone": "tiny", "model.output_stride": 8, "model.width": 16, "model.dilations": "[1, 2, 3]",
+        "train.epochs": 16, "train.batch_size": 2, "train.crop": SIDE, "train.scale": "null", "train.lr": 0.3,
+        "train.lr_later": 0.2, "train.workers": 0, "eval.workers": 0, "eval.size": SIDE, "task": "100-50",
+        "device": "cpu", "threads": 1,
+    }  # fmt: skip
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    found = {}
+    for order in ("a", "b"):
+        where = ["--root", str(tmp_path / "data"), "--out", f"runs/{order}"]
+        assert main(["train", "--data", "ade20k", "--order", order, *where, *flags]) == 0
+        run = RunDir(f"runs/{order}")
+        row = run.rows()[-1]
+        assert [len(row["classes"]) for row in run.rows()] == [100, 50]
+        assert set(row["iou"]) == set(ADE20K_INFO.classes)
+        counts = np.load(run.confusion(1))
+        hits, unions = np.diag(counts), counts.sum(axis=0) + counts.sum(axis=1) - np.diag(counts)
+        shares = np.where(unions > 0, 100 * hits / np.maximum(unions, 1), np.nan)
+        base, new = np.nanmean(shares[1:101]), np.nanmean(shares[101:])  # 0 is unlabelled, and no class
+        found[order] = np.array([base, new, np.nanmean(shares[1:]), (base + new) / 2])
+        assert [row[name] for name in FIGURES] == pytest.approx(found[order])
+    assert set(RunDir("runs/a").rows()[1]["classes"]) != set(RunDir("runs/b").rows()[1]["classes"])
+    mean = (found["a"] + found["b"]) / 2
+    assert (mean > 0).all()
+    assert len(set(mean)) == 4
+    capsys.readouterr()
+    for runs, figures, order in (("runs", mean, ""), ("runs/b", found["b"], ", order b")):
+        assert main(["compare", runs]) == 0
+        shown = capsys.readouterr().out
+        assert "| method | seeds | Base | New | All | Inc |" in shown
+        (ours,) = [line for line in shown.splitlines() if line.startswith("| `evidential`")]
+        assert ours.endswith(f"{order}) | 1 | {' | '.join(f'{figure:.1f}' for figure in figures)} |" + "  |" * 8)
+        assert "| Evidential (Holmquist, Klasén, Felsberg 2022) |  | 33.3 | **29.1** | 31.9 | 31.2 |" in shown
+        assert "Label rules: name mib" in shown
 
 
 # --- writers -------------------------------------------------------------------------------------------------
