@@ -20,11 +20,12 @@ from pathlib import Path
 
 from incseg.cli.settings import parse_run
 from incseg.engine.queue import Queue
-from incseg.engine.rundir import RunDir
+from incseg.engine.rundir import RunDir, flatten
 from incseg.engine.workers import Workers
 from incseg.errors import UserError
 from incseg.experiment import job_of
-from incseg.report.records import KEPT_SUFFIX
+from incseg.files import read_record
+from incseg.report.records import KEPT_SUFFIX, optional_settings
 
 SEEDS = (42, 1337, 2001)
 TASKS = ("15-1", "15-5", "10-1")
@@ -151,6 +152,18 @@ def photographs(folder: Path, root: str, chosen: tuple[str, ...]) -> Path:
     return web
 
 
+def is_kept(one: Run, kept: Path) -> bool:
+    """Whether results/ has this run, with the settings that it would have today."""
+    file = kept / f"{one.name}{KEPT_SUFFIX}"
+    if not file.exists():
+        return False
+    there = read_record(file)["run"]["settings"]
+    options = (option.replace("WEB", "web") for option in one.options)
+    today = parse_run("voc_laptop", "", ["--preset", "voc-laptop", "--data", "voc", "--root", ".", *options])
+    here = optional_settings(flatten(today.as_dict()))
+    return all(there[key] == value for key, value in here.items() if key in there)
+
+
 def missing_retests(folder: Path) -> list[Options]:
     kept = [json.loads(file.read_text())["options"] for file in (folder / "retests").glob("*.json")]
     return [options for options in RETESTS[folder.name] if options not in kept]
@@ -190,13 +203,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each run")
     parser.add_argument("--only", default=[""], nargs="+", help="runs whose name contains one of these, in that order")
-    parser.add_argument("--missing", action="store_true", help="only runs that are not in results/ yet")
+    parser.add_argument("--missing", action="store_true", help="only runs that results/ does not have so yet")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     args = parser.parse_args()
     runs = [*dict.fromkeys(r for part in args.only for r in (*study(), *comparison()) if part in r.name)]
     if args.missing:
         kept = Path("results") / args.out.name / "runs"
-        runs = [r for r in runs if not (kept / f"{r.name}{KEPT_SUFFIX}").exists()]
+        runs = [r for r in runs if not is_kept(r, kept)]
     if args.list:
         print("\n".join(r.name for r in runs))
         return
