@@ -77,7 +77,7 @@ def train_in_two_processes(*configs: RunConfig) -> None:
         env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
