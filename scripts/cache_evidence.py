@@ -44,7 +44,7 @@ def making(cache: StoredCache) -> float:
     return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
-def features(feed: Feed, model: Segmenter, config: RunConfig, setup: Setup, images: int) -> Iterator[list[Tensor]]:
+def features(feed: Feed, model: Segmenter, setup: Setup, images: int) -> Iterator[list[Tensor]]:
     """What the head reads of the first test images, then of the first images of step 0."""
     first, last = setup.protocol.steps[0], setup.protocol.steps[-1]
     batches = -(-images // BATCH)
@@ -68,8 +68,8 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
         fresh_config = replace(config, data=replace(config.data, cache="off"))
         kept_feed, fresh_feed = (setup.feed(c, model, runtime, Silent(), train=True) for c in (config, fresh_config))
         pairs = zip(
-            features(kept_feed, model, config, setup, images),
-            features(fresh_feed, model, config, setup, images),
+            features(kept_feed, model, setup, images),
+            features(fresh_feed, model, setup, images),
             strict=True,
         )
         for kept, fresh in pairs:
