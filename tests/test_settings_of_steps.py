@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,10 @@ def test_a_jolt_is_a_gradient_far_above_those_before_it() -> None:
     for _ in range(20):  # a method that has nothing to learn
         still.add({}, 0.0, starts_epoch=False)
     assert still.gradient["jolt"] == 0.0
+    passed_over = Progress()
+    for norm in [1.0] * 11 + [math.inf] * 11 + [2.0]:
+        passed_over.add({}, norm, starts_epoch=False)
+    assert passed_over.gradient == {"mean_norm": 13 / 12, "jolt": 2.0, "jolt_at": 22}
 
 
 def test_a_jolt_of_a_later_step_is_told_where_nothing_limits_it(

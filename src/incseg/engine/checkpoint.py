@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,15 +37,17 @@ class Progress:
     jolt_at: int | None = None
 
     def add(self, terms: dict[str, float], norm: float, starts_epoch: bool) -> None:
-        """One update more, by a gradient of this norm."""
+        """One update more, by a gradient of this norm; not finite where float16 overflowed and the update was passed
+        over."""
         if starts_epoch:
             self.loss_sums, self.losses_summed = {}, 0
-        if self.norms_summed >= _SETTLING and self.norm_sum > 0:
-            times = norm * self.norms_summed / self.norm_sum
-            if times > self.jolt:
-                self.jolt, self.jolt_at = times, self.iteration
-        self.norm_sum += norm
-        self.norms_summed += 1
+        if math.isfinite(norm):
+            if self.norms_summed >= _SETTLING and self.norm_sum > 0:
+                times = norm * self.norms_summed / self.norm_sum
+                if times > self.jolt:
+                    self.jolt, self.jolt_at = times, self.iteration
+            self.norm_sum += norm
+            self.norms_summed += 1
         self.iteration += 1
         self.losses_summed += 1
         for name, value in terms.items():

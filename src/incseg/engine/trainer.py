@@ -361,7 +361,7 @@ class Trainer:
             )
         scaler.step(optimizer)
         scaler.update()
-        return terms, norm if math.isfinite(norm) else 0.0
+        return terms, norm
 
     def _forward(self, model: nn.Module, teacher: Segmenter | None, batch: Batch) -> tuple[Output, Output | None]:
         """What the model says, and its teacher, which runs once and takes no gradient."""
