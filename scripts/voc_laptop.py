@@ -69,7 +69,7 @@ REPLAY = ("--method.replay", "WEB")
 COMBINED = {
     "sdr+mib": ("sdr", "--method.output", "mib", "--method.lambda_kd", "30"),
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
-    "evidential+pod": ("evidential", "--method.pod", "0.01"),
+    "evidential+pod": ("evidential", "--method.pod", "0.0001"),
     "evidential+replay": ("evidential", *REPLAY, "--method.lambda_kd", "1", "--train.lr_later", "0.15"),
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
