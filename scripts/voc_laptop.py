@@ -187,9 +187,14 @@ def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> 
     common = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
     jobs = []
     for one in runs:
+        job = job_of(parse_run("voc_laptop", "", [*common, *prepared(one, root, out)]), one.name)
         if not RunDir(out / one.name).results.exists():
-            config = parse_run("voc_laptop", "", [*common, *prepared(one, root, out)])
-            jobs.append(job_of(config, one.name))
+            jobs.append(job)
+            continue
+        try:
+            RunDir(out / one.name).check_same(job.config)
+        except UserError as error:
+            print(f"{one.name}: not run, {error}")
     if jobs:
         Queue(out).add(jobs)
         Workers(out, workers, only=[job.name for job in jobs]).work()

@@ -55,7 +55,7 @@ TRIALS: dict[str, list[dict[str, str]]] = {
         *({"method.lambda_kd": w, "method.lambda_dkd": w} for w in ("1", "2", "5", "20")),
         *({"train.lr_later": rate} for rate in ("0.005", "0.02", "0.05")),
     ],
-    "ssul": [{"train.lr_later": rate} for rate in ("0.01", "0.02", "0.05", "0.15")],
+    "ssul": [{"train.lr_later": rate} for rate in ("0.005", "0.01", "0.02", "0.05", "0.15")],
     "ilt": [{"method.lambda_features": w} for w in ("3", "10", "30", "100")],
     "sdr": [
         *({"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))),

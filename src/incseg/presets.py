@@ -46,7 +46,6 @@ PRESETS: dict[str, dict[str, Any]] = {
             "mib": {"method": {"lambda_kd": 30.0}},
             "ilt": {"method": {"lambda_features": 10.0}},
             "plop": {"method": {"least_threshold": 0.7}},
-            "ssul": {"train": {"lr_later": 0.05}},
             "recall": {"train": {"lr_later": 0.15}},
             "ewc": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
             "pi": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
