@@ -372,7 +372,7 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
 
 REPLAY = {"generator": "small_runs:noise", "replay_images": 2}
 RUNS: dict[str, dict[str, Any]] = {name: {"method": {"name": name}} for name in METHODS} | {
-    "mib-ewf": {"method": {"name": "mib"}, "train": {"fusion": "ewf"}},
+    **{f"{name}-ewf": {"method": {"name": name}, "train": {"fusion": "ewf"}} for name in ("mib", "rw", "evidential")},
     "sdr-mib": {"method": {"name": "sdr", "output": "mib"}},
     "recall-replay": {"method": {"name": "recall", "helper_epochs": 1, **REPLAY}},
     "evidential-all": {"method": {"name": "evidential", "pseudo_labels": 0.9, "pod": 0.01, **REPLAY}},
