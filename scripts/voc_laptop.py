@@ -182,7 +182,7 @@ def retest(folder: Path, root: str, threads: int) -> None:
 def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> list[str]:
     """Put the runs that are not finished into the queue of `out`, and work on them, in this order.
 
-    Returns the names of those that failed; each has said why.
+    Returns the names of those that did not finish: each has said why, or another worker is at it.
     """
     common = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
     jobs = []
@@ -229,7 +229,7 @@ def main() -> None:
             if r.name in RETESTS and RunDir(args.out / r.name).results.exists():
                 retest(args.out / r.name, args.root, args.threads)
         if failed:
-            sys.exit(f"error: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+            sys.exit(f"error: {len(failed)} of {len(runs)} runs did not finish: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
