@@ -60,7 +60,7 @@ ROWS = (
     Row("**evidential**", "`evidential`", "evidential", published="Evidential (Holmquist, Klasén, Felsberg 2022)"),
     Row("**evidential**, `odds` with prior 0.2", "`evidential`, `odds`, prior 0.2", "evidential", PRIOR),
     Row("", "`evidential`, pseudo-labels 0.5", "evidential", {"pseudo_labels": 0.5}),
-    Row("", "`evidential`, POD 0.01", "evidential", {"pod": 0.01}),
+    Row("", "`evidential`, POD 0.0001", "evidential", {"pod": 0.0001}),
     Row("", "`evidential`, EWF", "evidential", {"train.fusion": "ewf"}),
     Row("RECALL, VOC's own photographs of old classes, without masks", "`recall`, photographs", "recall",
         {"replay": "web"}, "RECALL, web (Maracani 2021)"),
