@@ -17,6 +17,7 @@ from types import ModuleType
 import made_up_runs
 import numpy as np
 import pytest
+import torch
 import yaml
 from made_up_runs import FIGURES, change_json, write_run
 from PIL import Image
@@ -25,6 +26,7 @@ from small_runs import quiet, small_config
 from incseg.cli import main
 from incseg.cli.settings import parse_run, usual_settings
 from incseg.data.ade20k import ADE20K_INFO
+from incseg.engine.evaluator import Counts, figures
 from incseg.engine.rundir import RunDir, flatten
 from incseg.experiment import train
 from incseg.files import write_array
@@ -470,6 +472,17 @@ def test_orders_are_averaged_for_the_same_seed_only(tmp_path: Path) -> None:
     assert [record.order for record in average_orders(read(tmp_path / "runs"))] == ["a", "b"]
 
 
+def test_pixels_told_unlabelled_cost_their_class_and_no_figure_of_their_own() -> None:
+    """A third of every class is told as label 0, of which nothing true is left."""
+    protocol = Protocol(ADE20K_INFO, "100-50", "overlapped")
+    counts = Counts.zero(151, torch.device("cpu"))
+    labels = torch.arange(1, 151)
+    counts.confusion[labels, labels], counts.confusion[labels, 0] = 2, 1
+    found = figures(counts, protocol, protocol.steps[1])
+    assert [found[name] for name in FIGURES] == pytest.approx([200 / 3] * 4)
+    assert list(found["iou"]) == [ADE20K_INFO.classes[i - 1] for i in protocol.steps[1].seen]
+
+
 def write_ade(root: Path) -> None:
     """All 150 classes in ADE20k's layout, in four images: one of the classes that both orders learn first, one of those
     that both learn later, and two of the others. A few classes fill the image, and these are tested."""
@@ -520,12 +533,12 @@ def test_the_table_of_ade_from_its_images(tmp_path: Path, capsys: pytest.Capture
     assert (mean > 0).all()
     assert len(set(mean)) == 4
     capsys.readouterr()
-    for runs, figures, order in (("runs", mean, None), ("runs/b", found["b"], "order b")):
+    for runs, values, order in (("runs", mean, None), ("runs/b", found["b"], "order b")):
         assert main(["compare", runs]) == 0
         shown = capsys.readouterr().out
         assert "| method | seeds | Base | New | All | Inc |" in shown
         (ours,) = [line for line in shown.splitlines() if line.startswith("| `evidential`")]
-        assert ours.endswith(f" | 1 | {' | '.join(f'{figure:.1f}' for figure in figures)} |" + "  |" * 8)
+        assert ours.endswith(f" | 1 | {' | '.join(f'{figure:.1f}' for figure in values)} |" + "  |" * 8)
         assert order in ours if order else "order" not in ours
         assert "| Evidential (Holmquist, Klasén, Felsberg 2022) |  | 33.3 | **29.1** | 31.9 | 31.2 |" in shown
         assert "Label rules: name mib" in shown
