@@ -249,6 +249,13 @@ KEPT_HERE = pytest.mark.skipif(not (ROOT / "results/voc-laptop/runs").is_dir(), 
 
 
 @KEPT_HERE
+def test_a_kept_run_of_the_study_tells_of_each_class_once() -> None:
+    for file in (ROOT / "results/voc-laptop/runs").rglob("*.run.json"):
+        names = [fate["name"] for fate in json.loads(file.read_text())["run"]["fates"] or []]
+        assert len(names) == len(set(names)), file.name
+
+
+@KEPT_HERE
 def test_the_pages_of_the_study_are_what_its_kept_runs_say(script: ModuleType) -> None:
     """No figure of results/voc-laptop was written by hand, and none is of a run that is not kept."""
     shutil.copytree(ROOT / "results/voc-laptop/runs", "results/voc-laptop/runs")
