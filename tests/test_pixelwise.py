@@ -11,7 +11,7 @@ from torch import Tensor
 
 from incseg.losses import pixelwise as module
 from incseg.losses.evidential import dirichlet, distill_foreground, distill_uncertainty, evidential_cross_entropy
-from incseg.losses.pixelwise import PixelLoss, bilinear_matrix, pixelwise, row_strips
+from incseg.losses.pixelwise import PixelLoss, bilinear_matrix, pixelwise, row_strips, row_strips_of_all
 
 # low height, low width, height, width
 SIZES = [
@@ -296,3 +296,15 @@ def test_matrices_made_in_inference_mode_serve_training_too() -> None:
     ]
     for gradient in differentiable:
         assert bool(gradient().isfinite().all())
+
+
+@pytest.mark.parametrize("size", [(360, 480), (481, 641), (97, 1203)])
+def test_strips_of_two_models_are_the_same_rows(size: tuple[int, int]) -> None:
+    """A model with more classes has thinner strips; side by side both have those, and the values of their own."""
+    few, many = torch.randn(4, 6, 23, 30), torch.randn(4, 8, 23, 30)
+    assert [rows for rows, _ in row_strips(few, size)] != [rows for rows, _ in row_strips(many, size)]
+    together = list(row_strips_of_all([few, many], size))
+    assert together[-1][0].stop == size[0]
+    for index, logits in enumerate((few, many)):
+        joined = torch.cat([strips[index] for _, strips in together], 2)
+        assert torch.allclose(joined, F.interpolate(logits, size, mode="bilinear"), atol=1e-5)

@@ -16,7 +16,6 @@ import numpy as np
 
 import incseg
 from incseg.data import build_source
-from incseg.data.extended import Extended
 from incseg.data.features import StoreUnwritable
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
 from incseg.data.presence import Presence, presence_of
@@ -192,8 +191,8 @@ class Setup:
                     "data.presence counts classes as the dataset does, not as a model to begin with; leave it out"
                 )
             start = Start.open(config.start, method, config.method["name"])
-            source = Extended(source, start.model.increments, config.task, start.colours)
-            task = [source.known, source.new]
+            extended = start.extended(source, config.task)
+            source, task = extended, [extended.known, extended.new]
         protocol = Protocol(source.info, task, setting, config.rules, config.order)
         train = read_presence_of(source, "train", config.data.presence, reporter)
         held_out = _held_out(len(train.names), config.data.holdout)

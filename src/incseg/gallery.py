@@ -17,9 +17,12 @@ import torch
 from PIL import Image
 
 from incseg.data.source import Source
+from incseg.engine.rundir import RunDir
+from incseg.engine.start import Start
 from incseg.experiment import DataConfig, evenly, open_source, test_images_of
 from incseg.inference import Predictor, Result, load
 from incseg.metrics.uncertainty import BINS, score_counts
+from incseg.models.files import load_segmenter
 from incseg.report.choice import (
     SCORE_RULE,
     each_once,
@@ -167,12 +170,16 @@ def open_gallery(
     say: Say,
 ) -> Gallery:
     """The test images of a section's main run, as many as asked for, evenly chosen."""
-    settings = section.main.longest.settings
+    record = section.main.longest
+    settings = record.settings
     names = [option.name for option in dataclasses.fields(DataConfig) if f"data.{option.name}" in settings]
     data = DataConfig(**{name: settings[f"data.{name}"] for name in names})
     if root is not None:
         data.root = root
     source = open_source(data)
+    if settings.get("start") is not None:  # the run's own copy of the model that it extended
+        file = RunDir(record.folder).model(0)
+        source = Start(file, *load_segmenter(file)).extended(source, settings["task"])
     split, numbers = test_images_of(source, data)
     photos = []
     for number in evenly(numbers, images):
@@ -217,7 +224,10 @@ def report_blocks(
             continue
         found.append(blocks(gallery))
         galleries.append(gallery)
-    return found, _tasks(galleries)
+    try:
+        return found, _tasks(galleries)
+    except _FAILURES as error:
+        return found, [Block("Task against task", [f"Left out: {_one_line(error)}."])]
 
 
 # --- what is shown -------------------------------------------------------------------------------------------
@@ -249,8 +259,12 @@ def blocks(gallery: Gallery) -> list[Block]:
             gallery.missing.append(f"No pictures of {method.label}: {_one_line(error)}.")
     if not methods:
         return [Block("Test images", gallery.missing)]
+    certainty = _made("Certainty and unknown classes", lambda: _certainty(gallery, methods))
     chosen = _chosen(gallery, methods)
-    pictures = [make(gallery, methods, chosen) for make in (_probabilities, _methods, _steps)]
+    pictures = [
+        _made(title, lambda make=make: make(gallery, methods, chosen))  # type: ignore[misc]
+        for title, make in (("Probabilities", _probabilities), ("Predictions", _methods), ("Every step", _steps))
+    ]
     rule = (
         f"{len(gallery.photos)} of {gallery.of_all} test images, evenly chosen by their place in the list, were shown "
         f"to the models of the smallest seed. {SCORE_RULE} Ranked by {methods[0].label} after its last step: hardest "
@@ -259,10 +273,18 @@ def blocks(gallery: Gallery) -> list[Block]:
         "where it is furthest ahead of and behind the best of the other methods. Nothing is chosen by hand."
     )
     return [
-        _certainty(gallery, methods),
+        certainty,
         Block("Which images are shown", [rule, *gallery.missing]),
         *(block for block in pictures if block.figures or block.texts),
     ]
+
+
+def _made(title: str, make: Callable[[], Block]) -> Block:
+    """A block, or where it cannot be made one that says why: a page is more than its pictures."""
+    try:
+        return make()
+    except _FAILURES as error:
+        return Block(title, [f"Left out: {_one_line(error)}."])
 
 
 def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:

@@ -15,7 +15,7 @@ from incseg.engine.progress import Reporter
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.files import read_json, read_tensors, write_json
-from incseg.losses.pixelwise import row_strips
+from incseg.losses.pixelwise import row_strips_of_all
 from incseg.methods import build_method
 from incseg.methods.base import Method
 from incseg.metrics.confusion import confusion_counts, iou
@@ -85,12 +85,11 @@ def compare_models(
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
         with runtime.autocast():
             logits = [model.eval()(inputs).logits for model, _ in models]
-        rows_of = [row_strips(part, (labels.shape[-2], labels.shape[-1])) for part in logits]
-        for (rows, old_strip), (_, new_strip) in zip(*rows_of, strict=True):
+        for rows, strips in row_strips_of_all(logits, (labels.shape[-2], labels.shape[-1])):
             target = torch.where(labels[:, rows] == UNSEEN, BACKGROUND, labels[:, rows])
             found = [
                 method.predict(strip, model.increments).labels
-                for strip, (model, method) in zip((old_strip, new_strip), models, strict=True)
+                for strip, (model, method) in zip(strips, models, strict=True)
             ]
             is_new = (target > num_old) | (target == IGNORE)
             moved += confusion_counts(found[1], torch.where(is_new, IGNORE, found[0]), num_labels)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from incseg.data.source import voc_palette
+from incseg.data.extended import Extended
+from incseg.data.source import Source, voc_palette
 from incseg.engine.checkpoint import Progress
 from incseg.engine.rundir import model_file
 from incseg.engine.steps import Kept
@@ -71,6 +72,10 @@ class Start:
         ids = [BACKGROUND, *(i for increment in self.model.increments for i in increment.ids)]
         kept = np.array(self.about.get("palette", []), dtype=np.uint8)[: len(ids)]
         return kept if kept.shape == (len(ids), 3) else voc_palette()[ids]
+
+    def extended(self, source: Source, task: str) -> Extended:
+        """A dataset in this model's ids, with the new classes of `task` behind them."""
+        return Extended(source, self.model.increments, task, self.colours)
 
     def network(self, config: ModelConfig) -> Segmenter:
         """The model; `config` must be its own, but for the backbone, which may be frozen or not from now on."""

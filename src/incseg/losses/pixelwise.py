@@ -8,7 +8,7 @@ here a loss sees one strip after the other, and its gradient is carried back to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -86,12 +86,28 @@ def _rows_per_strip(logits: Tensor, width: int) -> int:
 def row_strips(logits: Tensor, size: tuple[int, int]) -> Iterator[tuple[slice, Tensor]]:
     """The logits upsampled to `size`, strip by strip: (rows, (B, C, rows, W)). For inference.
 
+    The height of a strip depends on the number of channels: to walk over two models side by side, use
+    `row_strips_of_all`.
+    """
+    return _row_strips(logits, size, _rows_per_strip(logits, size[1]))
+
+
+def row_strips_of_all(logits: Sequence[Tensor], size: tuple[int, int]) -> Iterator[tuple[slice, list[Tensor]]]:
+    """The same strips of rows of several tensors: (rows, [(B, C, rows, W) of each])."""
+    rows = min(_rows_per_strip(part, size[1]) for part in logits)
+    for strips in zip(*(_row_strips(part, size, rows) for part in logits), strict=True):
+        yield strips[0][0], [strip for _, strip in strips]
+
+
+def _row_strips(logits: Tensor, size: tuple[int, int], rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Strips of at most `rows` rows.
+
     Columns are made in blocks, so that work and memory grow with the image's area, however wide it is. Thin strips, of
     many classes, often lie between the same rows of logits: those are made wide once.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     column_blocks = list(_bilinear_blocks(logits.shape[-1], size[1], _BLOCK, logits))
-    rows = min(_BLOCK, _rows_per_strip(logits, size[1]))  # however high it is, too
+    rows = min(_BLOCK, rows)  # however high the image is, too
     made: slice | None = None
     for strip, reach, weights in _bilinear_blocks(logits.shape[-2], size[0], rows, logits):
         if reach != made:
