@@ -52,7 +52,7 @@ def features(feed: Feed, model: Segmenter, setup: Setup, images: int) -> Iterato
         *islice(feed.testing(last, range(images), BATCH), batches),
         *islice(feed.plain(first, BATCH), batches),
     ):
-        yield list(model.read_by_head(model.encode(inputs)) if isinstance(inputs, Tensor) else inputs)
+        yield list(model.features(inputs) if isinstance(inputs, Tensor) else inputs)
 
 
 @torch.no_grad()

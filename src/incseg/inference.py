@@ -134,7 +134,7 @@ class Predictor:
     @torch.inference_mode()
     def _logits(self, image: Image.Image, tile: int) -> Tensor:
         """(1, C, h, w) logits of an RGB image, blended from tiles where it is large."""
-        unit = self.model.config.output_stride
+        unit = self.model.unit
         fine = unit // self.model.stride  # positions per unit, more than one where the head reads shallower stages
         window = tile // unit
         if window < 4:

@@ -41,11 +41,15 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Increment:
-    """What a model remembers of a step it learnt: kept in the model file, used by inference."""
+    """What a model remembers of a step it learnt: saved in the model file, used by inference.
+
+    head: the head of the network that its classifier reads; 0 is the first.
+    """
 
     classes: tuple[str, ...]
     ids: tuple[int, ...]
     train_images: int = 0
+    head: int = 0
 
 
 @dataclass

@@ -77,6 +77,9 @@ class MemoryFeed(Feed):
     def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
         raise NotImplementedError("a bench shows no photographs")
 
+    def mask(self, image: int) -> np.ndarray:
+        raise NotImplementedError("a bench has labels without masks")
+
     def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
         return iter(self.loaded)
 
@@ -97,7 +100,7 @@ def second_step(
     loaded: list[Loaded] = []
     for _ in range(2):
         pixels = torch.randn(own, 3, size, size)
-        inputs = model.read_by_head(model.encode(pixels)) if config.freeze_backbone else pixels
+        inputs = model.features(pixels) if config.freeze_backbone else pixels
         loaded.append((inputs, made_up_labels(own, size, 15, 20), list(range(own))))
     feed = MemoryFeed([range(images * updates)] * 2, (), 0, loaded)
     reporter = Silent()

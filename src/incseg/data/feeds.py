@@ -19,7 +19,7 @@ from torch import Tensor
 
 from incseg.data.features import FeatureStore
 from incseg.data.source import Source, Split
-from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
+from incseg.data.transforms import Mirrored, TestTransform, TrainTransform, WholeTransform
 from incseg.data.views import StepView, batches, in_order, sample_generator
 from incseg.protocol import Step
 from incseg.types import Inputs
@@ -55,6 +55,17 @@ class Feed(ABC):
         """One pass over the training images of a step as the test would show them."""
 
     @abstractmethod
+    def mask(self, image: int) -> np.ndarray:
+        """The mask of a training image, in dataset ids."""
+
+    def label_counts(self, step: Step) -> Tensor:
+        """(256,) how many pixels of the step's training images carry each training label; reads masks only."""
+        counts = np.zeros(256, dtype=np.int64)
+        for image in self.train_images[step.index]:
+            counts += np.bincount(step.train_table[self.mask(image)].ravel(), minlength=256)
+        return torch.from_numpy(counts)
+
+    @abstractmethod
     def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
         """Test images with the labels that `step` tests against."""
 
@@ -65,13 +76,16 @@ class PixelFeed(Feed):
 
     source: Source
     test_split: Split
-    train_transform: TrainTransform | CentreTransform
-    plain_transform: TestTransform
-    test_transform: TestTransform
+    train_transform: TrainTransform | Mirrored
+    plain_transform: TestTransform | WholeTransform
+    test_transform: TestTransform | WholeTransform
     label_stride: int
     train_workers: int
     test_workers: int
     pin: bool
+
+    def mask(self, image: int) -> np.ndarray:
+        return self.source.mask("train", image)
 
     def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
         return torch.stack([self.plain_transform(image, None)[0] for image in images])
@@ -98,9 +112,12 @@ class FeatureFeed(Feed):
 
     train_store: FeatureStore
     test_store: FeatureStore
-    plain_transform: TestTransform
+    plain_transform: TestTransform | WholeTransform
     flip: bool
     label_stride: int
+
+    def mask(self, image: int) -> np.ndarray:
+        return self.train_store.read(image, False)[1]
 
     def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
         return encode(torch.stack([self.plain_transform(image, None)[0] for image in images]))
@@ -109,7 +126,8 @@ class FeatureFeed(Feed):
         images, seed = self.train_images[step.index], (self.seed, step.index)
 
         def load(batch: list[tuple[int, int]]) -> Loaded:
-            flips = [self.flip and bool(sample_generator(seed, *key).random() < 0.5) for key in batch]
+            mirrors = self.flip and self.train_store.layout.flips
+            flips = [mirrors and bool(sample_generator(seed, *key).random() < 0.5) for key in batch]
             chosen = [images[position] for _, position in batch]
             return _stack(self.train_store, chosen, flips, step.train_table, self.label_stride)
 

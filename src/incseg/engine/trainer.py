@@ -57,7 +57,10 @@ class TrainConfig:
         weight_decay: on all parameters.
         power: of the schedule lr·(1 − iteration/total)^power.
         frozen_later: what the steps after the first leave as they find it: nothing (the paper); statistics, those of
-            the batch norms, which would follow the step's own images; or head, all but the classifiers.
+            the batch norms, which would follow the step's own images; head, all but the classifiers; or model, all of
+            it: the new classes then get a classifier only, or a head of their own (own_head).
+        own_head: where the whole model is frozen, give the classes of a later step a head of their own, which starts
+            as a copy of the first. The old classes' scores stay what they were, to the last bit.
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
             becomes `crop` and the centre is taken, as in the test.
@@ -83,6 +86,7 @@ class TrainConfig:
     weight_decay: float = 1e-4
     power: float = 0.9
     frozen_later: Frozen = "nothing"
+    own_head: bool = False
     crop: int = 512
     scale: tuple[float, float] | None = (0.5, 2.0)
     label_stride: int = 1
@@ -116,6 +120,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"train.{name} is {value}; it must be above 0, or left out for no limit")
+
+        if self.own_head and self.frozen_later != "model":
+            raise UserError("train.own_head is for train.frozen_later model; set both")
 
     def uses(self, way: Fast) -> bool:
         return way in (self.fast or ())
@@ -157,6 +164,11 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Learn the steps that are not done yet; returns what results.json holds."""
+        if self.train.frozen_later == "model" and not self.method.adds_to_a_frozen_model:
+            raise UserError(
+                "train.frozen_later is model, and this method cannot add classes to a model that stays as it is; use "
+                "evidential, or another value"
+            )
         done = len(self.folder.steps_done())
         if done == len(self.protocol.steps):
             self.reporter.say(f"{self.folder.root} is finished; nothing is left to learn")
@@ -227,8 +239,11 @@ class Trainer:
 
     def _train(self, step: Step) -> Progress:
         """Grow the model by the step's classes and fit it."""
-        teacher = self.model.frozen_copy() if step.index else None
-        self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index])))
+        own_head = bool(step.index) and self.train.own_head
+        # A model that stays as it is needs no teacher: there is nothing to forget.
+        teacher = self.model.frozen_copy() if step.index and self.train.frozen_later != "model" else None
+        head = len(self.model.heads) + 1 if own_head else 0
+        self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index]), head))
         self.model.to(self.runtime.device).train()
         if self.train.uses("channels_last"):
             for network in (self.model, teacher):
@@ -245,6 +260,7 @@ class Trainer:
             total=self.runtime.sum,
             share=self.runtime.share,
             say=self.reporter.say,
+            label_counts=lambda: self.feed.label_counts(step),
         )
         self.method.begin_step(context)
         progress = self._fit(step, teacher)
@@ -383,7 +399,7 @@ class Trainer:
         """Photographs from elsewhere, as the feed would give them."""
 
         def encode(pixels: Tensor) -> Inputs:
-            return self.model.read_by_head(self.model.encode(pixels.to(self.runtime.device)))
+            return self.model.features(pixels.to(self.runtime.device))
 
         return self.runtime.move(self.feed.inputs(images, encode))
 

@@ -229,6 +229,18 @@ def foreground_background_weights(
     return weight(num_background), weight(num_foreground)
 
 
+def inverse_frequency_weights(counts: Tensor, power: float) -> Tensor:
+    """(256,) weight of a pixel by its label, w_c ∝ n_c^(−power), scaled so that the weights of all pixels sum to their
+    number; 0 for labels that no pixel has and for ignored ones.
+
+    power 0 weighs all pixels alike; with power 1 every label counts as much as every other, however rare.
+    """
+    counts = counts.double().clone()
+    counts[IGNORE] = 0
+    weights = torch.where(counts > 0, counts.clamp(min=1).pow(-power), torch.zeros_like(counts))
+    return (weights * counts.sum() / (weights * counts).sum().clamp(min=1e-12)).float()
+
+
 def paper_factor(size: int, total: int) -> float:
     """The paper's o = (2K−1)N² / (K²(2N−1)). It does not solve its own equation: see `balance`."""
     return (2 * size - 1) * total**2 / (size**2 * (2 * total - 1))

@@ -38,6 +38,7 @@ class StepContext:
     share:    this process's part of a list; the parts of all make up the whole.
     say:      a line to the user.
     inputs:   photographs from elsewhere as this run's model takes them: normalised, or through a kept backbone.
+    label_counts: (256,) how many pixels of the step's training images carry each training label.
     """
 
     step: Step
@@ -49,6 +50,7 @@ class StepContext:
     total: Callable[[Tensor], Tensor] = _as_it_is
     share: Callable[[Sequence[int]], list[int]] = list
     say: Callable[[str], None] = _unheard
+    label_counts: Callable[[], Tensor] | None = None
 
 
 class Method(ABC):
@@ -63,6 +65,8 @@ class Method(ABC):
     """Whether the network's first channel is a background score."""
     single_step: ClassVar[bool] = False
     """Whether all classes are learnt at once, whatever the task says."""
+    adds_to_a_frozen_model: ClassVar[bool] = False
+    """Whether a later step can be learnt by its own classifier alone, without a teacher: no output is shared."""
 
     inference_options: ClassVar[frozenset[str]] = frozenset()
     """Options that only `predict` reads."""

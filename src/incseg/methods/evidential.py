@@ -18,7 +18,7 @@ RECALL), which are background to the new classes and go through distillation and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from incseg.losses.evidential import (
     evidential_probabilities,
     foreground_background_weights,
     increments_cross_entropy,
+    inverse_frequency_weights,
 )
 from incseg.losses.labels import painted, shifted
 from incseg.losses.pixelwise import pixelwise
@@ -52,6 +53,7 @@ from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Predictio
 
 class Evidential(Method):
     background_output = False
+    adds_to_a_frozen_model = True
     inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
     later_options = frozenset(
         {
@@ -83,6 +85,8 @@ class Evidential(Method):
             foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
             max_weight: limit of that weight.
+            class_weight: exponent p by which rare classes are weighed up in L_new: a pixel of label c, background too,
+                weighs in proportion to n_c^(−p), n_c its pixels in the step's training images; 0 weighs all alike.
             pseudo_labels: background pixels whose u by the teacher is below this (such as 0.3) are labelled with its
                 class; empty for none.
             pod: weight of local POD between the feature maps of model and teacher, as in PLOP (0.01 there); empty for
@@ -106,6 +110,7 @@ class Evidential(Method):
         start_score: float = 0.0
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
+        class_weight: float = 0.0
         pseudo_labels: float | None = None
         pod: float | None = None
         replay: str | None = None
@@ -119,6 +124,10 @@ class Evidential(Method):
         def __post_init__(self) -> None:
             if self.pseudo_labels is not None and not 0 < self.pseudo_labels <= 1:
                 raise UserError(f"pseudo_labels is {self.pseudo_labels}; give a limit of u above 0 and up to 1")
+            if not 0 <= self.class_weight <= 1:
+                raise UserError(f"class_weight is {self.class_weight}; give an exponent from 0 to 1")
+            if self.class_weight and self.foreground_weight:
+                raise UserError("class_weight and foreground_weight both weigh L_new; choose one")
             if self.pod is not None and self.pod < 0:
                 raise UserError(f"pod is {self.pod}; give a weight from 0")
             if (self.replay or self.generator) and self.scope == "seen" and self.pseudo_labels is None:
@@ -133,8 +142,11 @@ class Evidential(Method):
         super().__init__(config)
         self._replay = open_replay(self.config.replay, self.config.generator, self.config.replay_images)
         self._old_sizes: tuple[int, ...] = ()
+        self._class_weights: Tensor | None = None
 
     def begin_step(self, context: StepContext) -> None:
+        if self.config.class_weight and context.label_counts is not None:
+            self._class_weights = inverse_frequency_weights(context.label_counts(), self.config.class_weight)
         self._old_sizes = tuple(len(increment.classes) for increment in context.model.increments[:-1])
         if self._old_sizes and self.config.start_score:
             with torch.no_grad():
@@ -154,7 +166,7 @@ class Evidential(Method):
         config = self.config
         num_old = len(step.old)
         skipped = num_old if config.scope == "increment" else 0
-        foreground_scale, background_scale = self._pixel_scales(batch)
+        scales = self._pixel_scales(batch)
         distills = teacher is not None and config.lambda_kd > 0
         kd_scale = config.lambda_kd / batch.counts.sum().clamp(min=1)
         fg_divisor = num_old if config.kd_reduction == "mean" else 1
@@ -163,10 +175,11 @@ class Evidential(Method):
             sure = self._sure_labels(labels, teacher_logits)
             if sure is not None and config.scope == "seen":
                 labels = painted(labels, sure)
+            foreground_scale, background_scale = scales(labels)
             foreground, background = evidential_cross_entropy(
                 logits[:, skipped:], shifted(labels, skipped), config.rectifier
             )
-            terms = {"new": foreground_scale * foreground.sum() + background_scale * background.sum()}
+            terms = {"new": _weighted_sum(foreground_scale, foreground) + background_scale * background.sum()}
             if sure is not None and config.scope == "increment":
                 old_labels = torch.where(sure == BACKGROUND, IGNORE, sure)
                 again = increments_cross_entropy(logits[:, :num_old], old_labels, self._old_sizes, config.rectifier)
@@ -184,7 +197,7 @@ class Evidential(Method):
             if not (all_fit or fits(logits, *([] if teacher_logits is None else [teacher_logits]))):
                 return None
             new, gradient = cross_entropy_with_gradient(
-                logits[:, skipped:], shifted(labels, skipped), config.rectifier, foreground_scale, background_scale
+                logits[:, skipped:], shifted(labels, skipped), config.rectifier, *scales(labels)
             )
             if teacher_logits is None or not distills:
                 return {"new": new}, F.pad(gradient, (0, 0, 0, 0, skipped, 0)) if skipped else gradient
@@ -224,15 +237,21 @@ class Evidential(Method):
         found = evidential_labels(teacher_logits, sizes, "ratio", self.config.rectifier, self.config.pseudo_labels)
         return torch.where(labels == BACKGROUND, found.to(labels.dtype), BACKGROUND)
 
-    def _pixel_scales(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What a foreground and a background pixel of L_new count: λ over the pixels, times their weight."""
+    def _pixel_scales(self, batch: Batch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """labels → what their foreground and background pixels count in L_new: λ over the pixels, times a weight.
+
+        The first is one number, or with `class_weight` one for every pixel.
+        """
         scale = self.config.lambda_new / batch.valid_pixels
+        if self._class_weights is not None:
+            weights = self._class_weights.to(scale) * scale
+            return lambda labels: (weights[labels.long()], weights[BACKGROUND])
         if not self.config.foreground_weight:
-            return scale, scale
+            return lambda labels: (scale, scale)
         num_background = batch.counts[BACKGROUND]
         num_foreground = batch.counts.sum() - num_background - batch.counts[IGNORE]
         background, foreground = foreground_background_weights(num_background, num_foreground, self.config.max_weight)
-        return scale * foreground, scale * background
+        return lambda labels: (scale * foreground, scale * background)
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         config = self.config
@@ -260,6 +279,8 @@ class Evidential(Method):
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)
+        if not self.config.class_weight:  # steps that were cached before there was such an option still count
+            del recipe["class_weight"]
         return recipe if self._replay is None else self._replay.in_recipe(recipe)
 
     def state(self) -> dict[str, Tensor]:
@@ -273,3 +294,8 @@ class Evidential(Method):
             self._replay.load_state(state)
         if "old_sizes" in state:
             self._old_sizes = tuple(state["old_sizes"].tolist())
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Σ w·v of one weight for all values or one for each."""
+    return weights * values.sum() if weights.ndim == 0 else (weights * values).sum()

@@ -17,7 +17,8 @@ from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import MAX_CLASSES, Increment, UserError
 
 FORMAT = "incseg-model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 has heads of later classes; a model without them is written as 1, which older versions read too."""
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """A torch.save archive, and plain pickles of protocols 2 to 5."""
 
@@ -26,10 +27,11 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
     """Write the model and `extra`, anything JSON can hold; a reader sees the old file or the new, whole."""
     metadata = {
         "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
+        "format_version": "2" if model.heads or model.shrinks != [1] else "1",
         "config": json.dumps(dataclasses.asdict(model.config)),
         "increments": json.dumps([dataclasses.asdict(increment) for increment in model.increments]),
         "background_output": json.dumps(model.background_output),
+        "shrinks": json.dumps(model.shrinks),
         "extra": json.dumps(extra),
     }
     write_tensors(Path(path), model.state_dict(), metadata)
@@ -51,6 +53,7 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
             model = Segmenter(config, background_output)
             for increment in increments:
                 model.grow(increment)
+            model.shrinks = _read_shrinks(metadata.get("shrinks", "[1]"), model)
     except UserError as error:
         raise UserError(f"model file '{path}': {error}") from error
     except Exception as error:  # a description that someone made up can make building a network raise nearly anything
@@ -111,7 +114,18 @@ def read_config(fields: dict[str, Any]) -> ModelConfig:
 
 def read_increment(fields: dict[str, Any]) -> Increment:
     """An increment from what JSON keeps of it."""
-    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]))
+    head = fields.get("head", 0)
+    if type(head) is not int or head < 0:
+        raise ValueError(f"its head is {head!r}")
+    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head)
+
+
+def _read_shrinks(text: str, model: Segmenter) -> list[int]:
+    shrinks = json.loads(text)
+    allowed = isinstance(shrinks, list) and all(shrink in Segmenter.SHRINKS for shrink in shrinks)
+    if not allowed or len(shrinks) != 1 + len(model.heads):
+        raise ValueError(f"its heads look at images shrunk by {shrinks!r}")
+    return shrinks
 
 
 def check_increments(increments: Sequence[Increment]) -> None:

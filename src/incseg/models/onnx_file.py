@@ -50,6 +50,7 @@ class OnnxNetwork:
         check_extra(self.about)
         self.num_outputs = int(about["num_outputs"])
         self.stride = int(about["stride"])
+        self.unit = int(about.get("unit", self.config.output_stride))
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         network = onnx.utils.Extractor(model).extract_model([INPUT], ["logits"])

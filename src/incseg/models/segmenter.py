@@ -1,9 +1,14 @@
-"""The segmenter: backbone, ASPP and one 1×1 convolution per step."""
+"""The segmenter: backbone, head (ASPP) and one 1×1 convolution per step.
+
+Classes that are added later may get a head of their own (`Increment.head`). Then nothing that was learnt before
+changes, and each head may look at the image at its own size (`shrinks`): small new objects want a larger input, and the
+old classes go on to see the size that they were trained at.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +24,7 @@ from incseg.types import Increment, Inputs, Output, UserError
 CLASSIFIER_STD = 0.01
 """Small weights and zero bias: a new class starts undecided (PAPER.md section 2)."""
 
-Frozen = Literal["nothing", "statistics", "head"]
+Frozen = Literal["nothing", "statistics", "head", "model"]
 
 
 @dataclass
@@ -53,11 +58,28 @@ class ModelConfig:
     head: Literal["torchvision"] | None = None
 
 
+class Head(nn.Module):
+    """What the backbone's stages become before a classifier reads them: (B, width, h, w)."""
+
+    def __init__(self, neck: Neck | None, aspp: ASPP | TorchvisionHead) -> None:
+        super().__init__()
+        self.neck, self.aspp = neck, aspp
+
+    def forward(self, features: tuple[Tensor, ...]) -> Tensor:
+        return self.aspp(features[0] if self.neck is None else self.neck(features))
+
+
 class Segmenter(nn.Module):
     """Logits of every class learnt so far; it starts with none and grows by one increment per step.
 
     With `background_output` the first classifier has one more output, the background's, before the others.
+
+    heads:   those of later increments, numbered from 1; head 0 is `neck` and `aspp`.
+    shrinks: for each head, 0 first, how many times smaller than the input its image is: 1, 2, 4, …
     """
+
+    SHRINKS = (1, 2, 4, 8)
+    """Powers of two, so that a smaller image is the mean of whole pixels."""
 
     def __init__(self, config: ModelConfig, background_output: bool):
         super().__init__()
@@ -73,6 +95,8 @@ class Segmenter(nn.Module):
         head = ASPP if config.head is None else TorchvisionHead
         self.aspp = head(config.width if config.stages else channels[0], config.width, dilations, head_norm)
         self.classifiers = nn.ModuleList()
+        self.heads = nn.ModuleList()
+        self.shrinks = [1]
         self.backbone.requires_grad_(not config.freeze_backbone)
         self.train()
 
@@ -89,10 +113,33 @@ class Segmenter(nn.Module):
     @property
     def stride(self) -> int:
         """Pixels of the image per position of the logits."""
-        return self.backbone.strides[self._stages_read()[0]]
+        return self.backbone.strides[self._stages_read()[0]] * min(self.shrinks)
+
+    @property
+    def unit(self) -> int:
+        """Pixels at whose multiples an image may be cut so that every position of every map stays where it is."""
+        return self.config.output_stride * max(self.shrinks)
+
+    def enlarge(self, factor: int) -> None:
+        """Take images that are `factor` times larger from now on; all heads so far see them as small as before."""
+        shrinks = [shrink * factor for shrink in self.shrinks]
+        if not set(shrinks) <= set(self.SHRINKS):
+            raise UserError(
+                f"an input {factor} times larger would be shrunk by {max(shrinks)} for the first classes, and "
+                f"{self.SHRINKS[-1]} is the most; give a smaller --size"
+            )
+        self.shrinks = shrinks
 
     def grow(self, increment: Increment) -> None:
-        """Add the classifier of a new step; what was learnt stays as it is."""
+        """Add the classifier of a new step; what was learnt stays as it is.
+
+        Where the increment names a head that is not there yet, it starts as a copy of the first.
+        """
+        if increment.head > len(self.heads):
+            if increment.head > len(self.heads) + 1:
+                raise ValueError(f"head {increment.head} is named, and there are {len(self.heads)}")
+            self.heads.append(Head(copy.deepcopy(self.neck), copy.deepcopy(self.aspp)).requires_grad_(True))
+            self.shrinks.append(1)
         outputs = len(increment.classes) + (self.background_output and not self.increments)
         classifier = nn.Conv2d(self.config.width, outputs, 1)
         nn.init.normal_(classifier.weight, std=CLASSIFIER_STD)
@@ -110,8 +157,15 @@ class Segmenter(nn.Module):
     def freeze(self, part: Frozen) -> None:
         """Leave a part as it is in the training that follows, to be said again after every call of `train`.
 
-        statistics: of every batch norm. head: all but the classifiers, its batch norms with it.
+        statistics: of every batch norm. head: all but the classifiers, its batch norms with it. model: all but the
+        newest classifier and, where that has one of its own, its head.
         """
+        if part == "model":
+            self.eval().requires_grad_(False)
+            own = self.increments[-1].head
+            trained = [self.classifiers[-1], *([self.heads[own - 1]] if own else [])]
+            for module in trained:
+                module.train().requires_grad_(True)
         for name, module in self.named_children():
             if part == "head" and name != "classifiers":
                 module.eval().requires_grad_(False)
@@ -128,24 +182,56 @@ class Segmenter(nn.Module):
         return self.backbone(images)
 
     def read_by_head(self, stages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Those of the backbone's stages that the head reads: what a feature cache keeps."""
+        """Those of the backbone's stages that a head reads."""
         return tuple(stages[stage] for stage in self._stages_read())
 
+    def features(self, images: Tensor) -> tuple[Tensor, ...]:
+        """What the heads read of images, the largest size that a head looks at first: what a feature cache keeps."""
+        return tuple(f for size in self._sizes() for f in self.read_by_head(self.encode(shrunk(images, size))))
+
     def decode(self, features: tuple[Tensor, ...], stages: tuple[Tensor, ...] = ()) -> Output:
-        """Head and classifiers on what `read_by_head` gives."""
+        """Heads and classifiers on what `features` gives."""
         if not self.classifiers:
             raise RuntimeError("the model has no classes yet; call grow first")
-        embedding = self.aspp(features[0] if self.neck is None else self.neck(features))
-        weight = torch.cat([classifier.get_parameter("weight") for classifier in self.classifiers])
-        bias = torch.cat([classifier.get_parameter("bias") for classifier in self.classifiers])
-        return Output(logits=F.conv2d(embedding, weight, bias), embedding=embedding, stages=stages)
+        if not self.heads:
+            embedding = self._embedding(0, features)
+            return Output(self._classified(embedding, range(len(self.classifiers))), embedding, stages)
+        number, sizes = len(self._stages_read()), self._sizes()
+        embeddings: list[Tensor] = []
+        by_increment: dict[int, Tensor] = {}
+        for head, shrink in enumerate(self.shrinks):
+            first = sizes.index(shrink) * number
+            embeddings.append(self._embedding(head, features[first : first + number]))
+            own = [index for index, increment in enumerate(self.increments) if increment.head == head]
+            logits = resized(self._classified(embeddings[-1], own), features[0].shape[-2:])
+            widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
+            by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
+        return Output(torch.cat([by_increment[i] for i in range(len(self.increments))], 1), embeddings[0], stages)
 
     def forward(self, inputs: Inputs) -> Output:
-        """(B, 3, H, W) normalised images, or what the head reads of them → logits at the network's resolution."""
-        if isinstance(inputs, Tensor):
-            stages = self.encode(inputs)
-            return self.decode(self.read_by_head(stages), stages)
-        return self.decode(inputs)
+        """(B, 3, H, W) normalised images, or what the heads read of them → logits at the network's resolution."""
+        if not isinstance(inputs, Tensor):
+            return self.decode(inputs)
+        sizes = self._sizes()
+        seen = [self.encode(shrunk(inputs, size)) for size in sizes]
+        features = tuple(f for stages in seen for f in self.read_by_head(stages))
+        return self.decode(features, seen[sizes.index(self.shrinks[0])])
+
+    def _embedding(self, head: int, features: tuple[Tensor, ...]) -> Tensor:
+        """What a head makes of the stages it reads; the first is not a module, so that its tensors keep their names."""
+        if head > 0:
+            return self.heads[head - 1](features)
+        return self.aspp(features[0] if self.neck is None else self.neck(features))
+
+    def _classified(self, embedding: Tensor, increments: Sequence[int]) -> Tensor:
+        """The scores of some increments, by one convolution."""
+        weight = torch.cat([self.classifiers[i].get_parameter("weight") for i in increments])
+        bias = torch.cat([self.classifiers[i].get_parameter("bias") for i in increments])
+        return F.conv2d(embedding, weight, bias)
+
+    def _sizes(self) -> list[int]:
+        """The different shrinks, so the largest image first."""
+        return sorted(set(self.shrinks))
 
     def _stages_read(self) -> tuple[int, ...]:
         count = len(self.backbone.channels)
@@ -160,6 +246,19 @@ class Segmenter(nn.Module):
     def frozen_copy(self) -> Segmenter:
         """A teacher: a copy in evaluation mode that takes no gradient."""
         return copy.deepcopy(self).eval().requires_grad_(False)
+
+
+def shrunk(images: Tensor, factor: int) -> Tensor:
+    """(B, C, H, W) → each side `factor` times smaller, the mean of the pixels that fall together."""
+    if factor == 1:
+        return images
+    return F.avg_pool2d(images, factor, ceil_mode=True, count_include_pad=False)
+
+
+def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
+    if logits.shape[-2:] == torch.Size(size):
+        return logits
+    return F.interpolate(logits, (size[0], size[1]), mode="bilinear", align_corners=False)
 
 
 def build_segmenter(config: ModelConfig, background_output: bool, log: Callable[[str], None] = print) -> Segmenter:
