@@ -140,7 +140,7 @@ def feeds(config: RunConfig) -> tuple[Setup, list[Feed]]:
 
     def encoded(step: Any, keys: Any) -> Iterator[Any]:
         for images, labels, indices in pixels(step, keys):
-            yield model.read_by_head(model.encode(images)), labels, indices
+            yield model.features(images), labels, indices
 
     made[1].training = encoded  # type: ignore[method-assign]
     return setup, made
@@ -217,9 +217,7 @@ def test_the_flipped_view_is_what_the_backbone_says_of_the_mirrored_image(tmp_pa
         for flipped in (False, True):
             values, kept = store.read(index, flipped)
             shown = pixels.flip(-1) if flipped else pixels
-            for got, wanted in zip(
-                store.layout.split(values), model.read_by_head(model.encode(shown[None])), strict=True
-            ):
+            for got, wanted in zip(store.layout.split(values), model.features(shown[None]), strict=True):
                 np.testing.assert_allclose(got, wanted[0].numpy(), rtol=2**-10, atol=1e-4)
             np.testing.assert_array_equal(kept, labels.flip(-1) if flipped else labels)
     straight, mirrored = store.read(3, False)[0], store.read(3, True)[0]

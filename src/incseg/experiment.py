@@ -20,11 +20,11 @@ from incseg.data.features import StoreUnwritable
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
 from incseg.data.presence import Presence, presence_of
 from incseg.data.source import Source, Split
-from incseg.data.transforms import CentreTransform, TestTransform, TrainTransform
+from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at
 from incseg.engine.board import Board
-from incseg.engine.changes import tell_changes
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
+from incseg.engine.forgetting import measure_forgetting
 from incseg.engine.progress import Reporter, Screen, Silent
 from incseg.engine.queue import Job
 from incseg.engine.rundir import RunDir, read_config
@@ -65,6 +65,10 @@ class DataConfig:
             settings are chosen so, never on the test set.
         cache: auto keeps the features of a frozen backbone on disk where the input is deterministic up to a flip
             (train.scale empty); off computes them every time.
+        fit: crop shows the centre of an image, as the benchmarks do; whole shows all of it, on a frame that suits most
+            images of the dataset.
+        empty: leave_out, as the benchmarks do, or learn: images whose masks show no class at all are learnt from too,
+            as examples of what the classes are not.
     """
 
     name: str = "shapes"
@@ -79,6 +83,8 @@ class DataConfig:
     val_limit: int | None = None
     holdout: int | None = None
     cache: Literal["auto", "off"] = "auto"
+    fit: Literal["crop", "whole"] = "crop"
+    empty: Literal["leave_out", "learn"] = "leave_out"
 
 
 @dataclass
@@ -198,9 +204,12 @@ class Setup:
         held_out = _held_out(len(train.names), config.data.holdout)
         split, test_images = test_images_of(source, config.data)
         test = train if split == "train" else read_presence_of(source, "val", None, reporter)
+        of_steps: Sequence[Sequence[int]] = protocol.train_images(train.classes)
+        if config.data.empty == "learn":
+            empty = [image for image, classes in enumerate(train.classes) if not classes]
+            of_steps = [sorted({*images, *empty}) for images in of_steps]
         train_images = [
-            evenly([image for image in images if image not in held_out], config.data.train_limit)
-            for images in protocol.train_images(train.classes)
+            evenly([image for image in images if image not in held_out], config.data.train_limit) for images in of_steps
         ]
         if start is not None:
             train_images[0] = ()
@@ -248,11 +257,14 @@ class Setup:
         train_workers = _workers(config.train.workers, self.source, runtime)
         test_workers = _workers(config.eval.workers, self.source, runtime)
         mean, std = model.backbone.mean, model.backbone.std
-        plain = TestTransform(config.train.crop, mean, std)
+        crop, scale, flip, size = config.train.crop, config.train.scale, config.train.flip, config.eval.size
+        sizes = self.source.sizes("train") if config.data.fit == "whole" else None
+        frame, test_frame = (None if sizes is None or not side else frame_for(sizes, side) for side in (crop, size))
+        plain = shown_at(crop, frame, mean, std)
         if _features_can_be_kept(config):
             root = cache_path("features")
-            kept = feature_store(root, model, self.source, "train", config.train.crop)
-            kept_for_test = feature_store(root, model, self.source, self.test_split, config.eval.size)
+            kept = feature_store(root, model, self.source, "train", crop, frame, flip)
+            kept_for_test = feature_store(root, model, self.source, self.test_split, size, test_frame, flip)
             needed = {i for step in self.train_images for i in step} if train else set()
             if kept_for_test.folder == kept.folder:  # held-out training images: one store, one lock
                 kept_for_test = kept
@@ -262,19 +274,16 @@ class Setup:
                 wanted.insert(0, Wanted(kept_for_test, self.test_images, test_workers))
             try:
                 fill(wanted, model, self.source, runtime, reporter)
-                return FeatureFeed(*images, kept, kept_for_test, plain, config.train.flip, stride)
+                return FeatureFeed(*images, kept, kept_for_test, plain, flip, stride)
             except StoreUnwritable as error:
                 reporter.say(f"{error}; going on without it, which takes longer; INCSEG_CACHE names another place")
-        crop, scale, flip = config.train.crop, config.train.scale, config.train.flip
         return PixelFeed(
             *images,
             source=self.source,
             test_split=self.test_split,
-            train_transform=TrainTransform(crop, mean, std, scale, flip)
-            if scale
-            else CentreTransform(crop, mean, std, flip),
+            train_transform=TrainTransform(crop, mean, std, scale, flip) if scale else Mirrored(plain, flip),
             plain_transform=plain,
-            test_transform=TestTransform(config.eval.size or None, mean, std),
+            test_transform=shown_at(size or None, test_frame, mean, std),
             label_stride=stride,
             train_workers=train_workers,
             test_workers=test_workers,
@@ -356,7 +365,8 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
         if setup.start is None:
             model = build_segmenter(config.model, method.background_output, said.append)
         else:
-            model = setup.start.network(config.model)
+            grows = config.train.frozen_later == "model"
+            model = setup.start.network(config.model, config.eval.size if grows else 0)
             said += setup.announce()
         if runtime.is_main:
             folder.open(config.as_dict())
@@ -401,9 +411,7 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
     with contextlib.closing(board):
         results = trainer.run()
     if setup.start is not None and runtime.is_main:
-        tell_changes(folder, protocol.steps[-1], feed, config.method, config.eval, runtime, reporter)
-        known = protocol.names_in_order
-        reporter.say(f"{folder.model(protocol.steps[-1].index)} knows {len(known)} classes: {', '.join(known)}")
+        measure_forgetting(folder, protocol.steps[-1], feed, config.method, config.eval, runtime, reporter)
     runtime.barrier()
     return results
 
@@ -433,7 +441,11 @@ def _training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, 
     """The part of a step's recipe that the settings of training and method decide."""
     of_step = {"epochs", "epochs_later", "lr", "lr_later", "frozen_later", "fusion", "clip", "clip_later"}
     of_no_step = {"workers", "checkpoint_seconds"}
-    newer = {"accumulate", "fast"}  # named where they are set, so that steps kept before there were such settings count
+    newer = {
+        "accumulate",
+        "fast",
+        "own_head",
+    }  # named where they are set, so that steps kept before there were such settings count
     apart = of_step | of_no_step | newer
     training = {key: value for key, value in config.as_dict()["train"].items() if key not in apart}
     training["clip"] = config.train.clip_of(step)
@@ -441,6 +453,8 @@ def _training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, 
         training["fast"] = config.train.fast
     if (config.train.accumulate or 1) > 1:  # batch norms see micro-batches
         training["accumulate"] = config.train.accumulate
+    if config.train.own_head and step:
+        training["own_head"] = True
     if config.train.fusion and step:
         training["fusion"] = config.train.fusion
     return {**training, "schedule": config.train.for_step(step), **method.recipe(step)}

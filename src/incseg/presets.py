@@ -84,8 +84,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train": {"epochs": 2, "batch_size": 8, "lr": 0.1, "lr_later": 0.02, "crop": 64, "scale": [0.7, 1.0]},
         "eval": {"size": 64, "batch_size": 16},
     },
-    # One's own photographs on one machine.
+    # One's own photographs in minutes on two cores: a frozen backbone, run once per photograph, shown whole.
     "folder": {
+        "data": {"fit": "whole", "empty": "learn"},
+        "model": {
+            "backbone": "efficientnet-lite0", "weights": "imagenet", "freeze_backbone": True, "output_stride": 16,
+            "stages": [2, 3], "width": 96, "dilations": [1, 3, 6],
+        },
+        "train": {
+            "epochs": 30, "batch_size": 16, "lr": 0.15, "lr_later": 0.01, "frozen_later": "statistics",
+            "crop": 320, "scale": None, "label_stride": 4,
+        },
+        "eval": {"size": 320, "batch_size": 8},
+        "for_method": {
+            "evidential": {
+                "method": {"class_weight": 0.5, "start_score": -2.0},
+                "train": {"lr": 0.3, "lr_later": 0.02, "clip": 1.0},
+            },
+        },
+    },
+    # The same with the backbone training too: for a GPU, or for hours.
+    "folder-full": {
         "model": {"backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "width": 128},
         "train": {"epochs": 30, "batch_size": 8, "lr": 0.02, "lr_later": 0.004, "crop": 320},
         "eval": {"size": 320, "batch_size": 4},

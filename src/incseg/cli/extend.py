@@ -8,20 +8,41 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from incseg.cli.settings import parse_extension
+from incseg.data.extended import Extended
+from incseg.data.presence import presence_of
+from incseg.data.sizing import ChosenSize, choose_size, object_sides
 from incseg.engine.rundir import RunDir, model_file, read_config
 from incseg.engine.runtime import speaks
+from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import RunConfig, train
+from incseg.experiment import RunConfig, open_source
+from incseg.extend import (
+    AS_TRAINED,
+    LADDER,
+    RECIPES,
+    Recipe,
+    Try,
+    class_table,
+    epochs_for,
+    extend,
+    in_words,
+    tries_table,
+)
 from incseg.inference import require_trusted
 from incseg.models.files import load_segmenter
+from incseg.models.segmenter import Segmenter
 from incseg.presets import preset_for
 from incseg.types import UserError
 
-HELP = "add classes of a dataset of yours to a model; its old data is not needed"
+HELP = "add classes of your own photographs to a model; its old data is not needed"
 PASS_UNKNOWN = ("--method.", "--train.", "--eval.", "--data.", "--model.freeze_backbone", "--reuse", "--precision")
-_RECIPE = "folder"
+_FULL = "folder-full"
 """The preset that a model takes whose file does not tell how it was trained."""
+_SIZE_FLAGS = ("--train.crop", "--eval.size")
+AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,57 +53,166 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--classes", metavar="NAMES", help='such as "helmet,vest" (default: all that the model does not know)'
     )
     parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write; the same command goes on")
+    parser.add_argument(
+        "--recipe", choices=[AUTO, *RECIPES], default=AUTO,
+        help="how to learn: auto tries a few, from gentle to strong, and takes the best (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--size", type=int, metavar="PIXELS", help="shorter side of the input (default: by the size of the new objects)"
+    )
     parser.add_argument("--step", type=int, metavar="K", help="which step of the run to begin with (default: the last)")
     parser.add_argument("--method", metavar="NAME", help="how to learn (default: the method that trained the model)")
     parser.add_argument("--seed", type=int, default=42, help="of everything random (default: 42)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    recipes = "; ".join(f"{recipe.name}: {recipe.what}" for recipe in RECIPES.values())
     parser.epilog = (
-        "Other classes in the masks count as background. Training goes by the settings of the later steps of the "
-        "model's own run; --train.NAME VALUE and the other flags of incseg train with a dot change them, such as "
+        "Other classes in the masks count as background. One photograph in five is held back to choose by, or those of "
+        f"val.txt. Recipes: {recipes}. The flags of incseg train with a dot win over a recipe, such as "
         "--train.epochs 10 --train.lr_later 0.01 --data.holdout 5. Put MODEL before them."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    config = extension(args)
+    asked = Asked.read(args)
+    tries, out = asked.tries(), Path(args.out)
+    if speaks():
+        for line in asked.lines:
+            print(line)
     try:
-        train(config)
+        report = extend(tries, out)
     except KeyboardInterrupt:
         if speaks():
-            print(f"stopped; everything so far is saved in {config.folder}, the same command goes on", file=sys.stderr)
+            print(f"stopped; everything so far is saved in {out}, the same command goes on", file=sys.stderr)
         return 130
-    if speaks():
-        print(f"run folder: {config.folder}   try: incseg predict {config.folder} IMAGE --out DIR")
+    if not speaks():
+        return 0
+    console = Console(highlight=False)
+    if len(report["tries"]) > 1:
+        console.print(tries_table(report))
+    console.print(class_table(report, asked.train_images))
+    for line in in_words(report, asked.train_images):
+        console.print(line, markup=False, soft_wrap=True)
+    known = [*report["classes"], *report["new"]]
+    for line in (
+        f"{RunDir(out).model(1)} knows {len(known)} classes: {', '.join(known)}",
+        f"next: incseg predict {out} IMAGE… --out DIR   or   incseg demo {out} --open",
+    ):
+        console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
-def extension(args: argparse.Namespace) -> RunConfig:
-    """The configuration of a run that begins with a model: the model's own settings, and the flags, which win."""
-    file = model_file(Path(args.model).expanduser(), args.step)
-    model, about = load_segmenter(file)
-    trained_by = about.get("method")
-    if not (isinstance(trained_by, dict) and "name" in trained_by):
-        raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
-    method = trained_by if args.method in (None, trained_by["name"]) else {"name": args.method}
-    require_trusted(file, method["name"], args.method)
-    defaults: dict[str, Any] = {
-        "task": args.classes or "joint",
-        "rules": ((about.get("protocol") or {}).get("rules") or {}).get("name", "plop"),
-        "start": str(file),
-        "seed": args.seed,
-        "out": args.out,
-        "device": args.device,
-        "threads": args.threads,
-        "data": {"name": args.data, "root": args.root},
-        "method": method,
-        "model": vars(model.config),
-        **_recipe(file, about, method["name"]),
-    }
-    return parse_extension("incseg extend", defaults, args.unknown)
+@dataclasses.dataclass
+class Asked:
+    """What a command line asks for, with what the model and the photographs say to it.
+
+    train_images: how many photographs to learn from show each new class.
+    lines:        what a person should read before the work begins.
+    """
+
+    args: argparse.Namespace
+    file: Path
+    model: Segmenter
+    about: dict[str, Any]
+    method: dict[str, Any]
+    train_images: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_images: int = 0
+    size: ChosenSize | None = None
+    lines: list[str] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def read(args: argparse.Namespace) -> Asked:
+        file = model_file(Path(args.model).expanduser(), args.step)
+        model, about = load_segmenter(file)
+        trained_by = about.get("method")
+        if not (isinstance(trained_by, dict) and "name" in trained_by):
+            raise UserError(
+                f"model file '{file}' does not name its method; give the model of a step that incseg trained"
+            )
+        method = trained_by if args.method in (None, trained_by["name"]) else {"name": args.method}
+        require_trusted(file, method["name"], args.method)
+        asked = Asked(args, file, model, about, method)
+        if asked.recipes != (AS_TRAINED,):
+            asked._look_at_photographs()
+        return asked
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        if self.args.recipe != AUTO:
+            return (RECIPES[self.args.recipe],)
+        return LADDER if self.method["name"] == "evidential" else (AS_TRAINED,)
+
+    def tries(self) -> list[Try]:
+        """One for each recipe; recipes that the given flags make alike are tried once."""
+        out, found = Path(self.args.out), list[Try]()
+        for recipe in self.recipes:
+            config = self.config(recipe)
+            config.out = str(out / "tries" / recipe.name)
+            if all(_without_out(config) != _without_out(other.config) for other in found):
+                found.append(Try(recipe, config))
+        return found
+
+    def config(self, recipe: Recipe) -> RunConfig:
+        """The model's own settings, then those of the recipe, then the flags."""
+        args = self.args
+        defaults: dict[str, Any] = {
+            "task": args.classes or "joint",
+            "rules": ((self.about.get("protocol") or {}).get("rules") or {}).get("name", "plop"),
+            "start": str(self.file),
+            "seed": args.seed,
+            "out": args.out,
+            "device": args.device,
+            "threads": args.threads,
+            "data": {"name": args.data, "root": args.root},
+            "method": dict(self.method),
+            "model": dict(vars(self.model.config)),
+            **_as_trained(self.file, self.about, self.method["name"]),
+        }
+        if recipe is not AS_TRAINED:
+            defaults["data"] |= {"fit": "whole", "empty": "learn"}
+            defaults["train"] |= {"epochs_later": epochs_for(self.num_images, 16)}
+            size = self.size.size if self.size is not None else args.size
+            if size:
+                defaults["train"]["crop"] = defaults["eval"]["size"] = size
+        elif args.size:
+            defaults["train"]["crop"] = defaults["eval"]["size"] = args.size
+        for group, values in recipe.settings.items():
+            defaults[group] = {**defaults[group], **values}
+        return parse_extension("incseg extend", defaults, args.unknown)
+
+    def _look_at_photographs(self) -> None:
+        """Count the new classes' photographs, and choose the input size by how large their objects are."""
+        start = Start(self.file, self.model, self.about)
+        data = self.config(AS_TRAINED).data
+        source = start.extended(open_source(data), self.args.classes or "joint")
+        presence = presence_of(source, "train")
+        ids = {source.info.classes.index(name) + 1: name for name in source.new}
+        self.train_images = {name: sum(i in classes for classes in presence.classes) for i, name in ids.items()}
+        for name, count in self.train_images.items():
+            if count == 0:
+                raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
+        shown = [classes for classes in presence.classes if not classes or set(ids) & set(classes)]
+        self.num_images = len(shown)
+        self.lines += [note for note in source.notes if note.startswith("warning")]
+        if self.args.size is None and not any(t.split("=")[0] in _SIZE_FLAGS for t in self.args.unknown):
+            self._choose_size(source, ids)
+
+    def _choose_size(self, source: Extended, ids: dict[int, str]) -> None:
+        own = int(self.about.get("test_size", 0)) or int(self.about.get("train", {}).get("crop", 320))
+        largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
+        allowed = [own * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
+        sides = object_sides(source, "train", presence_of(source, "train"), ids)
+        sizes = [*source.sizes("train"), *source.sizes("val")]
+        self.size = choose_size(sides, allowed, sizes, self.model.backbone.strides[-1])
+        before = f" (the old classes go on to see {own})" if self.size.size != own else ""
+        self.lines.append(f"{self.size}{before}")
 
 
-def _recipe(file: Path, about: dict[str, Any], method: str) -> dict[str, Any]:
+def _without_out(config: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.as_dict().items() if key != "out"}
+
+
+def _as_trained(file: Path, about: dict[str, Any], method: str) -> dict[str, Any]:
     """How the model was trained and tested: by its file, else by the run folder it lies in, else a small recipe."""
     size = int(about.get("test_size", 0))
     run = RunDir(file.parent.parent.parent)
@@ -91,6 +221,6 @@ def _recipe(file: Path, about: dict[str, Any], method: str) -> dict[str, Any]:
     elif run.config.is_file() and run.root / "steps" == file.parent.parent:
         trained = read_config(run.config, "train")["train"]
     else:
-        trained = preset_for(_RECIPE, method)["train"] | ({"crop": size} if size else {})
+        trained = preset_for(_FULL, method)["train"] | ({"crop": size} if size else {})
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     return {"train": {key: value for key, value in trained.items() if key in known}, "eval": {"size": size}}

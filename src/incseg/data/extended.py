@@ -73,6 +73,9 @@ class Extended(Source):
     def mask(self, split: Split, index: int) -> np.ndarray:
         return self._table[self.inner.mask(split, index)]
 
+    def sizes(self, split: Split) -> Sequence[tuple[int, int]]:
+        return self.inner.sizes(split)
+
     def fingerprint(self, split: Split) -> str:
         return hashlib.sha256(self.inner.fingerprint(split).encode() + self._table.tobytes()).hexdigest()
 

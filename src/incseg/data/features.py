@@ -49,11 +49,19 @@ class _Damaged(UserError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What one image takes: its stages, each (channels, height, width), and its square mask."""
+    """What one image takes: its stages, each (channels, height, width), and its mask.
+
+    The mask is size × size, the centre of the image, or (height, width) `frame`, all of it.
+    """
 
     stages: tuple[tuple[int, int, int], ...]
     size: int
     flips: bool
+    frame: tuple[int, int] | None = None
+
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        return self.frame or (self.size, self.size)
 
     @property
     def values(self) -> int:
@@ -66,7 +74,7 @@ class Layout:
 
     @property
     def bytes_per_image(self) -> int:
-        return self.views * self.values * 2 + self.size**2
+        return self.views * self.values * 2 + math.prod(self.mask_shape)
 
     def split(self, row: np.ndarray) -> list[np.ndarray]:
         """(…, values) → one array (…, channels, height, width) per stage."""
@@ -80,7 +88,8 @@ class FeatureStore:
 
     def __init__(self, root: Path, key: dict[str, Any], count: int, layout: Layout) -> None:
         self.key, self.count, self.layout = key, count, layout
-        digest = hashlib.sha256(json.dumps([key, layout.stages, layout.size, layout.flips], sort_keys=True).encode())
+        content = [key, layout.stages, layout.size, layout.flips, *([layout.frame] if layout.frame else [])]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
         self.folder = root / f"{key['dataset']}-{key['split']}-{digest.hexdigest()[:24]}"
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -113,11 +122,11 @@ class FeatureStore:
             for left in self.folder.glob(".*.tmp"):  # what a killed process was writing
                 left.unlink(missing_ok=True)
             about = {**self.key, "stages": self.layout.stages, "size": self.layout.size, "flips": self.layout.flips}
-            write_json(self.folder / _ABOUT, {**about, "images": self.count})
+            write_json(self.folder / _ABOUT, {**about, "frame": self.layout.frame, "images": self.count})
             yield
 
     def write(self, block: int, maps: np.ndarray, masks: np.ndarray) -> None:
-        """Store a block: maps (images, views, values) float16, masks (images, size, size) uint8."""
+        """Store a block: maps (images, views, values) float16, masks (images, height, width) uint8."""
         body = np.ascontiguousarray(maps, np.float16).tobytes() + np.ascontiguousarray(masks, np.uint8).tobytes()
         with replacing(self._path(block)) as temporary, temporary.open("wb") as stream:
             stream.write(body)
@@ -125,7 +134,7 @@ class FeatureStore:
         self._open[block] = self._parts(block, np.memmap(self._path(block), dtype=np.uint8, mode="r"))
 
     def read(self, index: int, flipped: bool) -> tuple[np.ndarray, np.ndarray]:
-        """(values,) float16 and (size, size) uint8 of an image, views of the mapped file."""
+        """(values,) float16 and (height, width) uint8 of an image, views of the mapped file."""
         block, row = divmod(index, BLOCK)
         if fault := self._try_open(block):
             raise UserError(
@@ -157,7 +166,7 @@ class FeatureStore:
         images, layout = len(self.images_of(block)), self.layout
         end_of_maps = images * layout.views * layout.values * 2
         maps = raw[:end_of_maps].view(np.float16).reshape(images, layout.views, layout.values)
-        return maps, raw[end_of_maps:-4].reshape(images, layout.size, layout.size)
+        return maps, raw[end_of_maps:-4].reshape(images, *layout.mask_shape)
 
     def _path(self, block: int) -> Path:
         return self.folder / f"block-{block:05d}.bin"

@@ -61,6 +61,18 @@ def read_image(path: PathLike) -> Image.Image:
         return as_rgb(image)
 
 
+_SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations by which width and height change places."""
+_ORIENTATION = 0x0112
+
+
+def image_size(path: PathLike) -> tuple[int, int]:
+    """(width, height) of what `read_image` gives, from the file's header alone."""
+    with _opened(path) as image:
+        sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
+        return image.size[::-1] if sideways else image.size
+
+
 def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
     """An image that came as bytes, as RGB; only Pillow's decoders `formats` are tried. `name` is whom errors blame.
 
@@ -197,6 +209,9 @@ class FileSource(Source):
 
     def image(self, split: Split, index: int) -> Image.Image:
         return read_image(self.files(split).images[index])
+
+    def sizes(self, split: Split) -> Sequence[tuple[int, int]]:
+        return [image_size(file) for file in self.files(split).images]
 
     def mask(self, split: Split, index: int) -> np.ndarray:
         return read_mask(self.files(split).masks[index], len(self.info.classes), self.void)

@@ -42,6 +42,10 @@ class Source(ABC):
     def fingerprint(self, split: Split) -> str:
         """Changes whenever the content of the split does: keys every cache made from it."""
 
+    def sizes(self, split: Split) -> Sequence[tuple[int, int]]:
+        """(width, height) of every image, as `image` would give it."""
+        return [self.image(split, index).size for index in range(len(self.names(split)))]
+
     def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
         """The class ids in each image, where the source knows them without its masks; else None."""
         return None

@@ -123,21 +123,84 @@ class TestTransform(Transform):
 
 
 @dataclass(frozen=True)
-class CentreTransform(Transform):
-    """What the test shows, mirrored in half of the cases: deterministic up to the flip."""
+class WholeTransform(Transform):
+    """The whole image on a frame of (height, width): nothing of it is cut off.
+
+    The shorter side becomes `size`, or less where the image would not fit the frame; the rest of the frame is the mean
+    colour and void.
+    """
 
     size: int
+    frame: tuple[int, int]
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        for side in (self.size, *self.frame):
+            _check_size("size", side)
+
+    def __call__(
+        self, image: Image.Image, mask: np.ndarray | None, generator: np.random.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        height, width = self.frame
+        factor = min(self.size / min(image.size), width / image.width, height / image.height)
+        size = max(1, min(width, round(image.width * factor))), max(1, min(height, round(image.height * factor)))
+        labels = _mask_image(mask, size, (0, 0, *image.size))
+        shown = normalise(image.resize(size, Image.Resampling.BILINEAR), self.mean, self.std)
+        pixels = torch.zeros(3, height, width)
+        pixels[:, : size[1], : size[0]] = shown
+        void = np.full(self.frame, IGNORE, dtype=np.uint8)
+        void[: size[1], : size[0]] = np.asarray(labels)
+        return pixels, torch.from_numpy(void)
+
+
+def shown_at(
+    size: int | None, frame: tuple[int, int] | None, mean: Sequence[float], std: Sequence[float]
+) -> TestTransform | WholeTransform:
+    """How the test shows images: whole, where they have a frame, else their centre, or None as they are."""
+    if frame is None or size is None:
+        return TestTransform(size, mean, std)
+    return WholeTransform(size, frame, mean, std)
+
+
+@dataclass(frozen=True)
+class Mirrored(Transform):
+    """What the test shows, mirrored in half of the cases: deterministic up to the flip."""
+
+    shown: TestTransform | WholeTransform
     flip: bool = True
 
     def __call__(
         self, image: Image.Image, mask: np.ndarray | None, generator: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
-        pixels, labels = TestTransform(self.size, self.mean, self.std)(image, mask)
+        pixels, labels = self.shown(image, mask)
         if self.flip and generator.random() < 0.5:
             return pixels.flip(-1), labels.flip(-1)
         return pixels, labels
+
+
+FRAME_SHARE = 0.9
+"""Of the images, so many fit the frame at their full size in each direction; the others are shrunk into it."""
+FRAME_UNIT = 32
+LONGEST_FRAME = 2.5
+"""Times the shorter side: a panorama does not make every image's frame long."""
+
+
+def frame_for(sizes: Sequence[tuple[int, int]], shorter: int) -> tuple[int, int]:
+    """(height, width) of a frame for images of these (width, height), their shorter side `shorter` pixels long.
+
+    Images that are all portrait get a portrait frame, mixed ones a square frame with room for both.
+    """
+    if not sizes:
+        return shorter, shorter
+    sides = np.array(sizes, dtype=np.float64)
+    sides *= shorter / sides.min(1, keepdims=True)
+    width, height = np.quantile(sides, FRAME_SHARE, axis=0, method="higher").clip(shorter, LONGEST_FRAME * shorter)
+    return _rounded_up(height), _rounded_up(width)
+
+
+def _rounded_up(side: float) -> int:
+    return math.ceil(round(side, 3) / FRAME_UNIT) * FRAME_UNIT
 
 
 def normalise(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from incseg.data.features import FeatureStore, Layout, StoreUnwritable, require_space
 from incseg.data.source import Source, Split
-from incseg.data.transforms import TestTransform
+from incseg.data.transforms import shown_at
 from incseg.data.views import StepView, batches, in_order
 from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
@@ -29,11 +29,16 @@ _BATCH = 16
 _IDENTITY = np.arange(256, dtype=np.uint8)
 
 
-def feature_store(root: Path, model: Segmenter, source: Source, split: Split, size: int) -> FeatureStore:
+def feature_store(
+    root: Path, model: Segmenter, source: Source, split: Split, size: int,
+    frame: tuple[int, int] | None = None, flips: bool = True,
+) -> FeatureStore:  # fmt: skip
     """The store of a split for a model's backbone at an input size, filled or not.
 
+    With a `frame` images are shown whole, else their centre. Without `flips` training images are not mirrored.
+
     Its key holds all that the maps depend on: the backbone's weights and structure, which stages, size and
-    preprocessing, and the dataset's content. Training images are kept both ways round.
+    preprocessing, and the dataset's content. Training images are stored both ways round.
     """
     config, backbone = model.config, model.backbone
     key: dict[str, Any] = {
@@ -48,10 +53,14 @@ def feature_store(root: Path, model: Segmenter, source: Source, split: Split, si
         "mean": backbone.mean,
         "std": backbone.std,
     }
+    if model.shrinks != [1]:
+        key["shrinks"] = sorted(set(model.shrinks))
     with torch.no_grad():
         model.eval()
-        shown = model.read_by_head(model.encode(torch.zeros(1, 3, size, size, device=next(model.parameters()).device)))
-    layout = Layout(tuple((s.shape[1], s.shape[2], s.shape[3]) for s in shown), size, flips=split == "train")
+        side = frame or (size, size)
+        shown = model.features(torch.zeros(1, 3, *side, device=next(model.parameters()).device))
+    stages = tuple((s.shape[1], s.shape[2], s.shape[3]) for s in shown)
+    layout = Layout(stages, size, flips and split == "train", frame)
     return FeatureStore(root, key, len(source.names(split)), layout)
 
 
@@ -124,7 +133,7 @@ def _computed(
     """(block, maps, masks) of each of the blocks."""
     store = part.store
     model.eval()
-    transform = TestTransform(store.layout.size, model.backbone.mean, model.backbone.std)
+    transform = shown_at(store.layout.size, store.layout.frame, model.backbone.mean, model.backbone.std)
     view = StepView(source, store.key["split"], range(store.count), _IDENTITY, transform)
     keys = [key for block in blocks for key in in_order(store.images_of(block), _BATCH)]  # none crosses two blocks
     loaded = batches(view, keys, part.workers, False)
@@ -157,6 +166,6 @@ def _views(model: Segmenter, images: Tensor, flips: bool) -> np.ndarray:
     shown = [images, images.flip(-1)] if flips else [images]
     views = []
     for view in shown:
-        features = model.read_by_head(model.encode(view))
+        features = model.features(view)
         views.append(torch.cat([f.flatten(1) for f in features], dim=1).clamp(-65504, 65504).half().cpu().numpy())
     return np.stack(views, axis=1)

@@ -1,4 +1,4 @@
-"""What learning new classes did to the old ones: the model before and the model after, on the same images."""
+"""Forgetting: what learning new classes did to the old ones. The model before and the one after see the same images."""
 
 from __future__ import annotations
 
@@ -24,23 +24,18 @@ from incseg.models.segmenter import Segmenter
 from incseg.protocol import Step
 from incseg.types import BACKGROUND, IGNORE, UNSEEN
 
-WORSE_BY = 2.0
-"""Points of IoU that an old class must lose to be warned of."""
-KEPT_AT_LEAST = 0.9
-"""The share of the old classes' pixels that must stay as they were for no warning."""
 
-
-def tell_changes(
+def measure_forgetting(
     folder: RunDir, step: Step, feed: Feed, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime,
     reporter: Reporter,
-) -> None:  # fmt: skip
-    """Say what became of the classes of step 0 up to `step`, and keep it in the run folder.
+) -> dict[str, Any]:  # fmt: skip
+    """Compare the models of step 0 and of `step`; what is found is saved in the run folder and measured once.
 
-    Held-out images are asked, or, where the dataset has none, the step's training images.
+    On the held-back images or, where the dataset has none, on the step's training images.
     """
     digest = folder.row_digest(step.index)
-    changes = read_json(folder.changes) if folder.changes.exists() else {}
-    if changes.get("row_digest") != digest:
+    found = read_json(folder.changes) if folder.changes.exists() else {}
+    if found.get("row_digest") != digest:
         models = [_saved(folder, index, method_settings, runtime) for index in (0, step.index)]
         held_out = bool(feed.test_images)
         if held_out:
@@ -48,13 +43,10 @@ def tell_changes(
         else:  # with all the labels that a test would have
             batches = feed.plain(replace(step, train_table=step.test_table), config.batch_size)
         reporter.begin("before and after", len(feed.test_images) or len(feed.train_images[step.index]))
-        found = compare_models(models, batches, runtime, reporter)
+        found = {"row_digest": digest, "held_out": held_out, **compare_models(models, batches, runtime, reporter)}
         reporter.end()
-        changes = {"row_digest": digest, "held_out": held_out, **found}
-        write_json(folder.changes, changes)
-    kind = "held-out" if changes["held_out"] else "training"
-    for line in describe(changes, f"{changes['images']} {kind} images"):
-        reporter.say(line)
+        write_json(folder.changes, found)
+    return found
 
 
 def _saved(folder: RunDir, step: int, settings: dict[str, Any], runtime: Runtime) -> tuple[Segmenter, Method]:
@@ -71,17 +63,23 @@ def compare_models(
 ) -> dict[str, Any]:
     """Predict with the (model, method) before and after, on batches with all labels known to the one after; for JSON.
 
-    Per old class: the pixels that the one before takes for it outside the masks of new classes, the share of them that
-    the one after gives the same class, a new one, or something else; and both IoUs where the masks show the class.
+    classes: per old class the pixels that the model before gives it outside the masks of new classes; how many of them
+             the one after gives the same class, a new one (by name), or something else; and both IoUs where the masks
+             show the class.
+    new:     per new class the images and pixels that are labelled so, the pixels that are predicted so, and the IoU.
     Classes of the dataset that neither knows are background.
     """
     (before, _), (after, _) = models
     num_old, num_labels = before.num_classes, after.num_classes + 1
     moved = torch.zeros(num_labels, num_labels, dtype=torch.int64, device=runtime.device)
     confusions = [torch.zeros_like(moved), torch.zeros_like(moved)]
+    showing = torch.zeros(num_labels, dtype=torch.int64)
     num_images = 0
     for inputs, labels, indices in batches:
         num_images += len(indices)
+        for one in labels:
+            here = torch.bincount(one.flatten(), minlength=256)[:num_labels]
+            showing += (here > 0).cpu()
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
         with runtime.autocast():
             logits = [model.eval()(inputs).logits for model, _ in models]
@@ -96,48 +94,56 @@ def compare_models(
             for confusion, labels_found in zip(confusions, found, strict=True):
                 confusion += confusion_counts(labels_found, target, num_labels)
         reporter.advance(len(indices))
-    names = [name for increment in before.increments for name in increment.classes]
-    return {"images": num_images, **_summary(moved.cpu(), [c.cpu() for c in confusions], names)}
+    names = [name for increment in after.increments for name in increment.classes]
+    summary = _summary(moved.cpu(), [c.cpu() for c in confusions], showing.tolist(), names, num_old)
+    return {"images": num_images, **summary}
 
 
-def _summary(moved: Tensor, confusions: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
-    shown = confusions[0].sum(1)
+def _summary(
+    moved: Tensor, confusions: Sequence[Tensor], showing: Sequence[int], names: Sequence[str], num_old: int
+) -> dict[str, Any]:
+    labelled = confusions[0].sum(1)
     shares = [iou(confusion) for confusion in confusions]
-    num_old = len(names)
+    new = range(num_old + 1, len(names) + 1)
+
+    def percent(share: Tensor, label: int) -> float:
+        return round(100 * float(share[label]), 2)
+
     classes = {}
-    for label, name in enumerate(names, start=1):
+    for label, name in enumerate(names[:num_old], start=1):
+        row = moved[label]
         classes[name] = {
-            **_fates(int(moved[label].sum()), int(moved[label, label]), int(moved[label, num_old + 1 :].sum())),
-            "iou": [round(100 * float(share[label]), 2) for share in shares] if shown[label] else None,
+            **_shares(int(row.sum()), int(row[label]), int(row[num_old + 1 :].sum())),
+            "taken_by": {names[other - 1]: int(row[other]) for other in new if row[other]},
+            "iou": [percent(share, label) for share in shares] if labelled[label] else None,
         }
     rows = moved[1 : num_old + 1]
     kept = int(rows[:, 1 : num_old + 1].diagonal().sum())
-    return {**_fates(int(rows.sum()), kept, int(rows[:, num_old + 1 :].sum())), "classes": classes}
+    return {
+        **_shares(int(rows.sum()), kept, int(rows[:, num_old + 1 :].sum())),
+        "classes": classes,
+        "new": {
+            names[label - 1]: {
+                "images": showing[label],
+                "labelled": int(labelled[label]),
+                "predicted": int(confusions[1][:, label].sum()),
+                "iou": percent(shares[1], label) if labelled[label] else None,
+            }
+            for label in new
+        },
+    }
 
 
-def _fates(pixels: int, kept: int, new: int) -> dict[str, Any]:
+def _shares(pixels: int, kept: int, new: int) -> dict[str, Any]:
     return {"pixels": pixels, "kept": kept, "became_new": new, "became_other": pixels - kept - new}
 
 
-def describe(changes: dict[str, Any], where: str) -> list[str]:
-    """In plain English, a line each; `where` names the images."""
-    lines, pixels = [], changes["pixels"]
-    if pixels:
-        parts = [f"{100 * changes[key] / pixels:.1f} %" for key in ("kept", "became_new", "became_other")]
-        lines.append(
-            f"old classes on {where}, outside the masks of new ones: of {pixels} pixels that were predicted as old "
-            f"classes {parts[0]} are the same now, {parts[1]} a new class, {parts[2]} background or another old one"
-        )
-    else:
-        lines.append(f"old classes on {where}: none was predicted before, so nothing can be said of them")
-    tested = {name: of_class["iou"] for name, of_class in changes["classes"].items() if of_class["iou"]}
-    if tested:
-        shown = ", ".join(f"{name} {pair[0]:.1f} → {pair[1]:.1f}" for name, pair in tested.items())
-        lines.append(f"IoU of old classes in the masks, before → after: {shown}")
-    worse = [name for name, (was, now) in tested.items() if was - now > WORSE_BY]
-    remedy = "a lower --train.lr_later, fewer --train.epochs or --train.frozen_later head keeps more"
-    if worse:
-        lines.append(f"warning: {', '.join(worse)} lost more than {WORSE_BY:g} points of IoU; {remedy}")
-    elif pixels and not tested and changes["kept"] < KEPT_AT_LEAST * pixels:
-        lines.append(f"warning: less than {KEPT_AT_LEAST:.0%} of the old classes' pixels stayed the same; {remedy}")
-    return lines
+def agreement(counts: dict[str, Any]) -> float | None:
+    """Percent of the pixels of old classes, outside new objects, that are labelled as before; None without any."""
+    return 100 * counts["kept"] / counts["pixels"] if counts["pixels"] else None
+
+
+def mean_new_iou(found: dict[str, Any]) -> float:
+    """Over the new classes that the images show; 0 without any."""
+    known = [of_class["iou"] for of_class in found["new"].values() if of_class["iou"] is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -77,8 +77,12 @@ class Start:
         """A dataset in this model's ids, with the new classes of `task` behind them."""
         return Extended(source, self.model.increments, task, self.colours)
 
-    def network(self, config: ModelConfig) -> Segmenter:
-        """The model; `config` must be its own, but for the backbone, which may be frozen or not from now on."""
+    def network(self, config: ModelConfig, size: int = 0) -> Segmenter:
+        """The model; `config` must be its own, but for the backbone, which may be frozen or not from now on.
+
+        With a `size` that is a multiple of the one it was tested at, it takes images so much larger, and what it has
+        learnt sees them at its own size.
+        """
         own = self.model.config
         for field in dataclasses.fields(ModelConfig):
             asked, there = (_comparable(getattr(c, field.name)) for c in (config, own))
@@ -89,6 +93,9 @@ class Start:
                 )
         own.freeze_backbone = config.freeze_backbone
         self.model.backbone.requires_grad_(not config.freeze_backbone)
+        own_size = int(self.about.get("test_size", 0))
+        if size and own_size and size > own_size and size % own_size == 0:
+            self.model.enlarge(size // own_size)
         return self.model
 
     def as_step(self, method: Method, method_name: str, say: Callable[[str], None]) -> Kept:

@@ -1,0 +1,257 @@
+"""Extend a model by new classes: try a few recipes, measure them on held-back photographs, take the best.
+
+The rule: of the recipes under which the old classes keep their pixels (at most `MOST_LOST` points of agreement are lost
+where no new object is), the one with the best mean IoU of the new classes. Recipes go from gentle to strong. Every try
+is an ordinary run in OUT/tries, so that an interrupted call loses nothing; the best one becomes OUT itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from incseg.engine.forgetting import agreement, mean_new_iou
+from incseg.engine.progress import Screen, percent
+from incseg.engine.rundir import RunDir, differing_settings, read_config
+from incseg.engine.runtime import speaks
+from incseg.experiment import RunConfig, train
+from incseg.files import read_json, write_json
+from incseg.types import UserError
+
+MOST_LOST = 1.0
+"""Points of agreement that the old classes may lose outside the new objects."""
+NOTHING_LOST = 0.5
+"""Up to so many points count as nothing."""
+WORSE_BY = 2.0
+"""Points of IoU that an old class must lose to be warned of."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings by name; `what` says in a few words what they train."""
+
+    name: str
+    what: str
+    settings: dict[str, dict[str, Any]] = field(repr=False)
+
+
+def _frozen(own_head: bool, **method: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "model": {"freeze_backbone": True},
+        "method": {"start_score": -2.0, **method},
+        "train": {
+            "frozen_later": "model", "own_head": own_head, "scale": None, "flip": False, "label_stride": 4,
+            "batch_size": 16, "accumulate": None, "lr_later": 0.3, "clip_later": 1.0, "fusion": None,
+        },
+        "eval": {"batch_size": 8},
+    }  # fmt: skip
+
+
+AS_TRAINED = Recipe("as-trained", "the settings that the model's own later steps were trained by", {})
+LADDER = (
+    Recipe("gentle", "a classifier for the new classes; all else stays as it is", _frozen(False, class_weight=0.5)),
+    Recipe("own-head", "a head of their own for the new classes; all else stays as it is",
+           _frozen(True, class_weight=0.5)),
+    Recipe("strong", "the same, and rare classes weigh more", _frozen(True, class_weight=0.75)),
+)  # fmt: skip
+"""From gentle to strong."""
+RECIPES = {recipe.name: recipe for recipe in (*LADDER, AS_TRAINED)}
+UPDATES = 160
+"""Of the optimiser in every try: enough to learn a class, few enough to wait for."""
+
+
+def epochs_for(images: int, batch_size: int) -> int:
+    """Passes over so many images that make about UPDATES updates."""
+    per_epoch = max(1, images // batch_size)
+    return max(4, min(60, round(UPDATES / per_epoch)))
+
+
+@dataclass(frozen=True)
+class Try:
+    """A recipe with the whole configuration that it gives; its run folder lies in OUT/tries."""
+
+    recipe: Recipe
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a try did to the classes: the content of its changes.json, and the seconds that it took."""
+
+    recipe: Recipe
+    config: RunConfig
+    found: dict[str, Any]
+    seconds: float
+
+    @property
+    def agreement(self) -> float:
+        """Percent of the old classes' pixels that stayed; 100 where there were none."""
+        kept = agreement(self.found)
+        return 100.0 if kept is None else kept
+
+    @property
+    def allowed(self) -> bool:
+        return 100 - self.agreement <= MOST_LOST
+
+    @property
+    def score(self) -> float:
+        return mean_new_iou(self.found)
+
+    def summary(self) -> dict[str, Any]:
+        ious = {name: of_class["iou"] for name, of_class in self.found["new"].items()}
+        return {"recipe": self.recipe.name, "agreement": round(self.agreement, 2), "iou": ious, "seconds": self.seconds}
+
+
+def choose(outcomes: Sequence[Outcome]) -> Outcome:
+    """The best new classes among those that are allowed, the gentler of equals; where none is, the one that keeps
+    most of the old."""
+    allowed = [outcome for outcome in outcomes if outcome.allowed]
+    if allowed:
+        return max(allowed, key=lambda outcome: outcome.score)
+    return max(outcomes, key=lambda outcome: outcome.agreement)
+
+
+class _Plain(Screen):
+    """Without the tables of protocols: an extension has its own."""
+
+    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any) -> None:
+        pass
+
+
+def extend(tries: Sequence[Try], out: Path, screen: Callable[[], Screen] = _Plain) -> dict[str, Any]:
+    """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its changes.json."""
+    _require_same(tries, out)
+    outcomes = []
+    for number, one in enumerate(tries, start=1):
+        if speaks() and len(tries) > 1:
+            print(f"try {number} of {len(tries)}, {one.recipe.name}: {one.recipe.what}", flush=True)
+        results = train(one.config, screen)
+        if speaks():
+            outcomes.append(
+                Outcome(one.recipe, one.config, read_json(RunDir(one.config.folder).changes), results["seconds"])
+            )
+    if not speaks():  # the first process alone goes on
+        return {}
+    best = choose(outcomes)
+    report = {**best.found, "recipe": best.recipe.name, "tries": [outcome.summary() for outcome in outcomes]}
+    with contextlib.closing(RunDir(out)) as run:
+        _adopt(RunDir(best.config.folder), run, {**best.config.as_dict(), "out": str(out)})
+        write_json(run.changes, report)
+    return report
+
+
+def _require_same(tries: Sequence[Try], out: Path) -> None:
+    """Before anything is learnt: a folder that holds something else is not written over."""
+    run = RunDir(out)
+    if not run.started:
+        return
+    differing = [differing_settings(read_config(run.config), one.config.as_dict()) for one in tries]
+    if all(differing):
+        raise UserError(f"{out} holds a run with other settings ({differing[0]}); choose another --out")
+
+
+def _adopt(best: RunDir, run: RunDir, config: dict[str, Any]) -> None:
+    """Make `run` what `best` is: the same steps, rows and results, by copies of its files."""
+    run.open(config)
+    for file in (best.protocol, best.environment):
+        shutil.copyfile(file, run.root / file.name)
+    shutil.copytree(best.root / "steps", run.root / "steps", dirs_exist_ok=True)
+    shutil.copyfile(best.results, run.results)  # last: the run is finished
+
+
+# --- in words ------------------------------------------------------------------------------------------------
+
+
+def tries_table(report: dict[str, Any]) -> Table:
+    """What was tried, and what came of it."""
+    table = Table(title=Text("What was tried"), title_justify="left", header_style="bold")
+    table.add_column("recipe")
+    table.add_column("old classes unchanged", justify="right")
+    for name in report["new"]:
+        table.add_column(Text(f"IoU {name}"), justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("")
+    for one in report["tries"]:
+        note = "taken" if one["recipe"] == report["recipe"] else ""
+        if 100 - one["agreement"] > MOST_LOST:
+            note = (note + ", " if note else "") + f"changes more than {MOST_LOST:g} % of the old"
+        ious = [percent(one["iou"][name]) for name in report["new"]]
+        table.add_row(one["recipe"], f"{one['agreement']:.1f} %", *ious, f"{one['seconds']:.0f}", note)
+    return table
+
+
+def class_table(report: dict[str, Any], train_images: dict[str, int]) -> Table:
+    """One row per class: old ones by their agreement with the model before, new ones by their IoU."""
+    where = "held-back" if report["held_out"] else "training"
+    table = Table(title=Text(f"On {report['images']} {where} photographs"), title_justify="left", header_style="bold")
+    for name, justify in (("class", "left"), ("", "left"), ("photographs", "right"), ("unchanged", "right"),
+                          ("IoU before", "right"), ("IoU", "right")):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, of_class in report["classes"].items():
+        kept = agreement(of_class)
+        before, after = of_class["iou"] or (None, None)
+        shown = "not seen here" if kept is None else f"{kept:.1f} %"
+        table.add_row(Text(name), "old", "", shown, percent(before), percent(after))
+    for name, of_class in report["new"].items():
+        counts = f"{train_images.get(name, 0)} + {of_class['images']}"
+        table.add_row(Text(name), "new", counts, "", "", percent(of_class["iou"]))
+    return table
+
+
+def in_words(report: dict[str, Any], train_images: dict[str, int]) -> list[str]:
+    """What happened to the old classes and which new ones were not learnt, a line each."""
+    return [*_of_the_old(report), *_of_the_new(report, train_images)]
+
+
+def _of_the_old(report: dict[str, Any]) -> list[str]:
+    total = agreement(report)
+    if total is None:
+        return ["old classes: the model before saw none of them on these photographs, so nothing can be said of them"]
+    lines = []
+    for name, of_class in report["classes"].items():
+        kept = agreement(of_class)
+        if kept is None or 100 - kept <= max(NOTHING_LOST, MOST_LOST):
+            continue
+        takers = sorted(of_class["taken_by"].items(), key=lambda item: -item[1])
+        to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= of_class["pixels"] - of_class["kept"] else ""
+        lines.append(f"{name} lost {100 - kept:.1f} % of its pixels{to}")
+    for name, of_class in report["classes"].items():
+        if of_class["iou"] and of_class["iou"][0] - of_class["iou"][1] > WORSE_BY:
+            before, after = of_class["iou"]
+            lines.append(f"{name} lost {before - after:.1f} points of IoU ({before:.1f} → {after:.1f})")
+    if 100 - total <= NOTHING_LOST and not lines:
+        return [f"forgot nothing: {total:.1f} % of the old classes' pixels are labelled as before"]
+    lines.insert(0, f"{total:.1f} % of the old classes' pixels are labelled as before")
+    if 100 - total > MOST_LOST:
+        lines.append(
+            "warning: no recipe changed less; photographs that show old classes beside the new ones would help"
+        )
+    return lines
+
+
+def _of_the_new(report: dict[str, Any], train_images: dict[str, int]) -> list[str]:
+    lines = []
+    for name, of_class in report["new"].items():
+        if of_class["images"] == 0:
+            lines.append(
+                f"{name}: no held-back photograph shows it, so its IoU is not known; add photographs, or val.txt"
+            )
+        if of_class["predicted"] == 0:
+            few = train_images.get(name, 0)
+            reason = (
+                f"{few} photographs are few, so add some" if few < 20 else "its objects may be too small for this input"
+            )
+            lines.append(f"warning: {name} is never predicted: {reason}; try twice the --size, or --recipe strong")
+        elif of_class["iou"] is not None and of_class["iou"] < 5:
+            lines.append(
+                f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); look at its masks, add photographs, or "
+                "try twice the --size"
+            )
+    return lines
