@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
             return _export(args, source, console, progress)
         sheet = _sheet_file(args)
         report = check(source, progress=progress)
+        if not any(pixels.sizes.any() for pixels in report.pixels.values()):
+            sheet = None  # no mask could be read, so there is nothing to show
         if sheet is not None:
             _write_sheet(source, report, sheet, args.root)
     _show(console, source, report, sheet, args.all)

@@ -151,8 +151,8 @@ def _numbering(pixels: PixelCounts, classes: Sequence[str], void: int) -> tuple[
         if looks is not None and number >= _FEWEST_CLASSES and len(pixels.names) >= _FEWEST_IMAGES:
             fault = (
                 f"the masks look numbered from 0, with {number} for void, and every name would be shifted: {looks}, "
-                f"and {number} ('{last}') is in nearly every photograph but never much of it; write {void} instead of "
-                f"{number} and {shift}, or {is_background}"
+                f"and {number} ('{last}') is in nearly all but small; write {void} instead of {number} and {shift}, or "
+                f"{is_background}"
             )
             return [fault], []
     if shown[number] and folded(last) in _VOID_NAMES:
@@ -166,10 +166,7 @@ def _look_of_background(pixels: PixelCounts) -> str | None:
     usual, most = (zero > 0)[counted].mean(), ((zero > 0) & (zero >= largest))[counted].mean()
     if usual >= _USUAL and most >= _LARGEST:
         return None
-    return (
-        f"0 does not look like a background, it is in {_percent(usual)} of the photographs and the largest area of "
-        f"{_percent(most)}"
-    )
+    return f"0 is in {_percent(usual)} of the photographs and the largest area of {_percent(most)}, unlike a background"
 
 
 def _last_looks_void(pixels: PixelCounts, number: int) -> bool:

@@ -22,9 +22,9 @@ from incseg.types import BACKGROUND, IGNORE, UserError
 
 _SIDE, _NARROWEST, _THINNEST = 320, 212, 24
 """Longer side of a photograph, least width of a cell, least side of a photograph: thinner ones are widened."""
-_SHEET_WIDTH = 1400
+_SHEET_WIDTH = 1480
 _TEXT, _SMALL, _LINE, _GAP, _MARGIN = 14, 12, 19, 14, 20
-_MOST_LINES = 7
+_MOST_LINES = 10
 """Of names under a photograph."""
 _OPACITY = 0.55
 _VISIBLE = 0.01
@@ -160,7 +160,7 @@ def _cell(source: Source, split: Split, index: int) -> _Cell | None:
     size = _drawn_size(width, height)
     labels = np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
     picture = _blended(image.resize(size, Image.Resampling.BICUBIC), labels, source.palette)
-    title = f"{source.names(split)[index]}  ({split})"
+    title = f"{split}: {source.names(split)[index]}"
     return _Cell(picture, title, [*present, IGNORE] if counts[IGNORE] else present)
 
 
@@ -216,6 +216,7 @@ def _font(size: int) -> _Font:
 
 
 def _laid_out(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Cell], title: str) -> Image.Image:
+    cells = sorted(cells, key=lambda cell: -cell.picture.height)  # so that rows are of even height
     width = max([_NARROWEST, *(cell.picture.width for cell in cells)])
     fitting = (_SHEET_WIDTH - 2 * _MARGIN + _GAP) // (width + _GAP)
     rows_needed = math.ceil(len(cells) / fitting) or 1
@@ -224,20 +225,20 @@ def _laid_out(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Ce
     entries = {id(cell): _entries(source, cell, width) for cell in cells}
     room = max(columns * (width + _GAP) - _GAP, 2 * _NARROWEST)
     head, foot = _wrapped(_heading(source, shown, title), room), _wrapped(_missing(source, shown, cells), room)
-    tops = [max(cell.picture.height for cell in row) for row in rows]
-    texts = [max(len(entries[id(cell)]) for cell in row) * _LINE for row in rows]
-    heights = [_LINE + picture + 6 + text + _GAP for picture, text in zip(tops, texts, strict=True)]
+    heights = [
+        _LINE + max(cell.picture.height + 6 + len(entries[id(cell)]) * _LINE for cell in row) + _GAP for row in rows
+    ]
     total = 2 * _MARGIN + (len(head) + len(foot)) * _LINE + _GAP + sum(heights)
     sheet = Image.new("RGB", (room + 2 * _MARGIN, total), _PAPER)
     draw = ImageDraw.Draw(sheet)
     top = _lines(draw, head, _MARGIN, _INK) + _GAP
-    for row, picture_height, height in zip(rows, tops, heights, strict=True):
+    for row, height in zip(rows, heights, strict=True):
         for column, cell in enumerate(row):
             left = _MARGIN + column * (width + _GAP)
             title = _shortened(cell.title, width, _font(_SMALL))
             draw.text((left, top + _LINE // 2 - 1), title, _FAINT, _font(_SMALL), anchor="lm")
             sheet.paste(cell.picture, (left, top + _LINE))
-            _draw_entries(draw, entries[id(cell)], left, top + _LINE + picture_height + 6)
+            _draw_entries(draw, entries[id(cell)], left, top + _LINE + cell.picture.height + 6)
         top += height
     _lines(draw, foot, top, _FAINT)
     return sheet
@@ -310,15 +311,14 @@ def _heading(source: Source, shown: Mapping[Split, _Shown], title: str) -> str:
 
 def _missing(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Cell]) -> str:
     """Which classes are not on the sheet, and which no photograph shows."""
+    if not cells:
+        return "No photograph could be read together with its mask."
     anywhere = {i for one in shown.values() for weights in _visibility(one) for i in weights}
     here = {i for cell in cells for i in cell.labels}
     elsewhere = [_label(source, i) for i in sorted(anywhere - here)]
     nowhere = [_label(source, i) for i in range(1, len(source.info.classes) + 1) if i not in anywhere]
     found = ((elsewhere, "Shown by photographs that are not on this sheet: "), (nowhere, "No photograph shows: "))
-    parts = [f"{text}{_some(names)}." for names, text in found if names]
-    if not cells:
-        parts.append("No photograph could be shown.")
-    return " ".join(parts)
+    return " ".join(f"{text}{_some(names)}." for names, text in found if names)
 
 
 def _some(names: Sequence[str], most: int = 30) -> str:
