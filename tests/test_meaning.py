@@ -319,6 +319,25 @@ def test_faults_are_grouped_by_kind() -> None:
     ]
 
 
+def test_the_lines_of_the_tutorial_put_masks_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).resolve().parents[1] / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
+    kept = [line for line in lines if not line.startswith("    mask[")]
+    [binary] = [line for line in lines if line.startswith("    mask[mask == 255] = 1 ")]
+    void, up = (line for line in lines if line.startswith(("    mask[mask == 11]", "    mask[mask < 255]")))
+    for masks, classes, wanted in (
+        (object_masks((255,)), "crack\n", [binary]),
+        (street_masks(255), "\n".join(STREET), [up]),
+        (street_masks(11), "\n".join(STREET), [void, up]),
+    ):
+        root = make_folder(tmp_path / "photos", masks, classes)
+        assert check_meaning(Folder(root)).faults
+        exec("\n".join([*kept[:-1], *wanted, kept[-1]]), {})
+        assert check_meaning(Folder(root)).faults == check_meaning(Folder(root)).notes == []
+        root.rename(tmp_path / f"done {len(classes)} {len(wanted)}")
+
+
 # --- sound datasets --------------------------------------------------------------------------------------
 
 
