@@ -25,6 +25,7 @@ from incseg.files import cache_path
 from incseg.types import DatasetInfo, Increment
 
 STREET = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
+CITY = ("road", "building", "car", "bus", "person")
 OBJECTS = tuple("abcdefghijklmnopqrstuvwxyz")
 
 
@@ -47,6 +48,11 @@ def street(void: int | None, shift: int = 0, images: int = 12) -> PixelCounts:
     return counts(*scenes)
 
 
+def road() -> PixelCounts:
+    """Street scenes numbered from 0 where 0, the road, is in all and the largest area of most."""
+    return counts(*({0: 400, 1: 350 if i % 5 < 3 else 450, 2 + i % 3: 50, 255: 60} for i in range(20)))
+
+
 def objects(ids: range | tuple[int, ...], images: int = 60, background: int = 800) -> PixelCounts:
     """Photographs of some objects before a background."""
     return counts(*({0: background, ids[i % len(ids)]: 90, ids[(i * 7 + 1) % len(ids)]: 60} for i in range(images)))
@@ -61,6 +67,7 @@ def objects(ids: range | tuple[int, ...], images: int = 60, background: int = 80
         (street(255), STREET, r"hold 0 to 10 and no mask holds 11 \('bicyclist'\).*numbered from 0.*add 1 to every"),
         (street(None), STREET, r"no mask holds 11 \('bicyclist'\).*write 'background' as a new first line"),
         (street(11), STREET, r"numbered from 0, with 11 for void.*write 255 instead of 11 and add 1"),
+        (road(), CITY, r"0 is in 100 % .* largest area of 60 %, like 'road' rather than a background; add 1"),
         (street(11), (*STREET, "void"), r"no mask holds 12 \('void'\).*write 255 for 'void', delete its line"),
         (street(None), ("Unlabelled", *STREET[1:]), r"begins with 'Unlabelled'.*write 'background' instead"),
         (objects(range(1, 27)), ("_background_", *OBJECTS), r"begins with '_background_', which is number 1 here"),
@@ -102,15 +109,33 @@ def test_a_last_class_without_photographs_is_a_note() -> None:
     faults, [note] = meaning_of(objects(range(1, 26)), OBJECTS)
     assert faults == []
     assert "no mask holds 26 ('z'); look at the contact sheet" in note
+    faults, [note] = meaning_of(road(), ("car", *CITY[1:]))
+    assert faults == []
+    assert "if 0 is 'car', add 1" in note
+    faults, [note] = meaning_of(counts(*({0: 90, 1: 20, 2 + i % 2: 20} for i in range(9))), ("road", "b", "c", "d"))
+    assert faults == [], "0 is the largest everywhere"
     few = counts(*({0: 1, 1: 50, 2: 50} for _ in range(3)))  # too few photographs to tell
     assert meaning_of(few, ("a", "b", "c"))[0] == []
+    assert "write 255 for 'void', delete its line" in meaning_of(few, ("a", "b", "void"))[0][0]
     two = counts(*({i % 2: 100} for i in range(9)))  # too few classes
     faults, notes = meaning_of(two, ("cat", "dog"))
     assert faults == []
     assert "if 0 is 'cat', add 1" in notes[0]
 
 
+def test_a_small_last_class_in_every_photograph_is_a_note() -> None:
+    pixels = counts(*({0: 800, 1 + i % 2: 90, 3: 20} for i in range(20)))
+    faults, [note] = meaning_of(pixels, ("cat", "dog", "label"))
+    assert faults == []
+    assert "3 ('label') is in nearly every photograph but never much of it; look at the contact sheet" in note
+    named = counts(*({0: 800, 1 + i % 2: 90, 3: 20, 255: 1} for i in range(20)))
+    assert meaning_of(named, ("cat", "dog", "label")) == ([], [])
+
+
 def test_void_as_a_class_is_a_note() -> None:
+    faults, [note] = meaning_of(objects((1, 2)), ("cat", "dog", "void"))  # named, but 255 in the masks
+    assert faults == []
+    assert "no mask holds 3 ('void')" in note
     faults, [note] = meaning_of(objects((1, 2, 3)), ("cat", "dog", "void"))
     assert faults == []
     assert "'void' is class 3 and would be learnt" in note

@@ -134,6 +134,7 @@ def test_every_kind_of_source_by_presence_alone(tmp_path: Path) -> None:
     extended = Extended(folder, [Increment(("cat",), (1,))], "d,f", voc_palette()[:2])
     sheet = contact_sheet(extended, {"train": presence_of(extended, "train")})
     assert sheet.width > 900
+    assert sheets._own_ids(extended) == list(range(2, 28)), "without what only the model knows"
 
 
 def test_only_our_own_file_is_replaced(

@@ -7,13 +7,13 @@ Only 0 and 255. Many tools write a binary mask as black and white. 255 is not a 
 
 Numbered from 0. The first name of classes.txt is 0, not 1, so no mask holds the number of the last name. But a sound
 dataset can lack its last class, too. What separates the two is the value 0. A background is in nearly every photograph
-and often its largest area; a first class is usually neither. So there are three degrees:
-  - fault: all other classes are shown, the last is not, and 0 does not look like a background. The same holds where
-    the last number is used for void: it is then in nearly every photograph, never the largest area, and there is no
-    other void.
-  - fault: a name says so. The first name means background ("_background_"), or the last means void, and no mask holds
-    the last number.
-  - note: all other classes are shown and the last is not, but 0 looks like a background.
+and often its largest area; a first class is usually neither. Where the first name is that of an area, such as the sky,
+more is asked of a background: to be the largest area of nearly all photographs. So there are three degrees:
+  - fault: all other classes are shown, the last is not, and 0 does not look like a background. A few photographs are
+    not enough for this, unless the last name means void. The same holds where the last number is used for void: it is
+    then in nearly every photograph, never the largest area, and there is no other void.
+  - fault: a name says so. The first name means background or void ("_background_"), and no mask holds the last number.
+  - note: the same, but 0 looks like a background.
 Masks that show only some of the classes, with 0 elsewhere, are sound: nothing is reported.
 
 A first line "background" in classes.txt states that 0 is background. Then nothing is guessed.
@@ -40,12 +40,18 @@ _BACKGROUND_NAMES = {"background", "bg", "none", "nothing"}
 _VOID_NAMES = {
     "void", "unlabelled", "unlabeled", "ignore", "ignored", "ignorelabel", "notannotated", "unannotated", "dontcare",
 }  # fmt: skip
+_AREAS = {
+    "sky", "road", "street", "wall", "walls", "building", "buildings", "floor", "ground", "grass", "water", "sea",
+    "land", "terrain", "soil", "tree", "trees", "vegetation", "impervioussurface", "impervioussurfaces",
+}  # fmt: skip
+"""First classes of datasets that are labelled all over: Cityscapes, ADE20k, CamVid, Potsdam, NYU."""
 _FEWEST_IMAGES, _FEWEST_CLASSES = 4, 3
 """Below these, a class that is not shown is no evidence."""
 _MISSING_SHARE = 10
 """One class in so many may be missing where all others count as shown."""
-_USUAL, _LARGEST = 0.75, 0.25
-"""A background is in at least this share of the photographs, and the largest area of this share of them."""
+_USUAL, _LARGEST, _LARGEST_BESIDE_AREAS = 0.75, 0.25, 0.9
+"""A background is in at least this share of the photographs, and the largest area of this share of them. The last is
+for datasets whose first class is an area such as the road: it is often the largest, too."""
 _VOID_IMAGES, _VOID_LARGEST, _VOID_PIXELS = 0.95, 0.02, 0.1
 """Void is in at least this share of the photographs, the largest area of at most this share, with so many pixels."""
 
@@ -132,41 +138,44 @@ def _numbering(pixels: PixelCounts, classes: Sequence[str], void: int) -> tuple[
             f"classes.txt begins with '{first}', which is number 1 here, and {never}, so the masks look numbered from "
             f"0; if 0 is '{first}' in these masks, write 'background' instead, which stands for 0"
         )
+        if folded(first) in _VOID_NAMES:
+            fault += f", and {void} in the masks where 0 is not annotated"
         return [fault], []
     missing = int((~shown[1:number]).sum())
     others_shown = number > 1 and missing <= (number - 1) // _MISSING_SHARE
+    looks = _unlike_background(pixels, first) if number >= _FEWEST_CLASSES and others_shown else None
+    enough = int((pixels.sizes > 0).sum()) >= _FEWEST_IMAGES
     if not shown[number] and others_shown:
         what = f"the masks hold 0 to {number - 1} and {never}"
-        if number >= _FEWEST_CLASSES and folded(last) in _VOID_NAMES:
-            remedy = f"write {void} for '{last}', delete its line and {shift}"
-            return [f"{what}, so they look numbered from 0, and every name would be shifted; {remedy}"], []
-        looks = _look_of_background(pixels)
-        enough = number >= _FEWEST_CLASSES and int((pixels.sizes > 0).sum()) >= _FEWEST_IMAGES
-        if looks is not None and enough:
+        void_named = folded(last) in _VOID_NAMES
+        if looks is not None and (enough or void_named):
+            remedy = f"write {void} for '{last}', delete its line and {shift}" if void_named else shift
             why = f"so they look numbered from 0, and every name would be shifted: {looks}"
-            return [f"{what}, {why}; {shift}, or {is_background}"], []
+            return [f"{what}, {why}; {remedy}, or {is_background}"], []
         return [], [f"{what}; look at the contact sheet, and if 0 is '{first}', {shift}"]
-    if shown[number] and others_shown and not shown[IGNORE] and _last_looks_void(pixels, number):
-        looks = _look_of_background(pixels)
-        if looks is not None and number >= _FEWEST_CLASSES and len(pixels.names) >= _FEWEST_IMAGES:
-            fault = (
-                f"the masks look numbered from 0, with {number} for void, and every name would be shifted: {looks}, "
-                f"and {number} ('{last}') is in nearly all but small; write {void} instead of {number} and {shift}, or "
-                f"{is_background}"
-            )
-            return [fault], []
+    if shown[number] and others_shown and enough and not shown[IGNORE] and _last_looks_void(pixels, number):
+        small = f"{number} ('{last}') is in nearly every photograph but never much of it"
+        remedy = f"write {void} instead of {number} and {shift}"
+        if looks is None:
+            return [], [f"{small}; look at the contact sheet, and if {number} is void and 0 is '{first}', {remedy}"]
+        why = f"with {number} for void, and every name would be shifted: {looks}, and {small}"
+        return [f"the masks look numbered from 0, {why}; {remedy}, or {is_background}"], []
     if shown[number] and folded(last) in _VOID_NAMES:
         return [], [f"'{last}' is class {number} and would be learnt like the others; write {void} for void"]
     return [], []
 
 
-def _look_of_background(pixels: PixelCounts) -> str | None:
-    """Why 0 does not look like a background; None where it does."""
+def _unlike_background(pixels: PixelCounts, first: str) -> str | None:
+    """Why 0 does not look like a background but like the first class; None where it looks like a background."""
     zero, largest, counted = _areas(pixels, BACKGROUND)
     usual, most = (zero > 0)[counted].mean(), ((zero > 0) & (zero >= largest))[counted].mean()
-    if usual >= _USUAL and most >= _LARGEST:
+    is_area = folded(first) in _AREAS
+    if usual >= _USUAL and most >= (_LARGEST_BESIDE_AREAS if is_area else _LARGEST):
         return None
-    return f"0 is in {_percent(usual)} of the photographs and the largest area of {_percent(most)}, unlike a background"
+    alike = f"like '{first}' rather than" if is_area else "unlike"
+    return (
+        f"0 is in {_percent(usual)} of the photographs and the largest area of {_percent(most)}, {alike} a background"
+    )
 
 
 def _last_looks_void(pixels: PixelCounts, number: int) -> bool:

@@ -165,8 +165,8 @@ def store(source: Source, split: Split, pixels: PixelCounts) -> None:
 
 def _store_presence(source: Source, split: Split, pixels: PixelCounts) -> None:
     file = cached_presence(source, split)
-    if source.known_presence(split) is None and not file.exists():
-        with suppress(OSError):
+    with suppress(OSError):
+        if source.known_presence(split) is None and not file.exists():
             write_presence(file, pixels.presence)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
+from incseg.data.extended import Extended
 from incseg.data.pixels import PixelCounts
 from incseg.data.presence import Presence
 from incseg.data.source import Source, Split
@@ -304,9 +305,16 @@ def _heading(source: Source, shown: Mapping[Split, _Shown], title: str) -> str:
     images = ", ".join(f"{len(one.names)} {split}" for split, one in shown.items())
     zero = "background" if source.info.has_background else "unlabelled"
     return (
-        f"{title}: classes: {len(source.info.classes)}; photographs: {images}. Colours are what the masks hold; "
+        f"{title}: classes: {len(_own_ids(source))}; photographs: {images}. Colours are what the masks hold; "
         f"without colour is 0, {zero}."
     )
+
+
+def _own_ids(source: Source) -> list[int]:
+    """The ids of the dataset's classes, without those that only a model that it extends knows."""
+    if isinstance(source, Extended):
+        return sorted({int(source.table[i]) for i in _own_ids(source.inner)})
+    return list(range(1, len(source.info.classes) + 1))
 
 
 def _missing(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Cell]) -> str:
@@ -316,7 +324,7 @@ def _missing(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Cel
     anywhere = {i for one in shown.values() for weights in _visibility(one) for i in weights}
     here = {i for cell in cells for i in cell.labels}
     elsewhere = [_label(source, i) for i in sorted(anywhere - here)]
-    nowhere = [_label(source, i) for i in range(1, len(source.info.classes) + 1) if i not in anywhere]
+    nowhere = [_label(source, i) for i in _own_ids(source) if i not in anywhere]
     found = ((elsewhere, "Shown by photographs that are not on this sheet: "), (nowhere, "No photograph shows: "))
     return " ".join(f"{text}{_some(names)}." for names, text in found if names)
 
