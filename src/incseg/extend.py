@@ -29,6 +29,9 @@ MOST_LOST = 1.0
 """Points of agreement that the old classes may lose outside the new objects."""
 NOTHING_LOST = 0.5
 """Up to so many points count as nothing."""
+BATCH = 8
+UPDATES = 160
+"""Of the optimiser in every try: enough to learn a class, few enough to wait for."""
 WORSE_BY = 2.0
 """Points of IoU that an old class must lose to be warned of."""
 
@@ -41,6 +44,11 @@ class Recipe:
     what: str
     settings: dict[str, dict[str, Any]] = field(repr=False)
 
+    @property
+    def sees_larger(self) -> bool:
+        """Whether the new classes may see a larger input than the old ones."""
+        return bool(self.settings.get("train", {}).get("own_head"))
+
 
 def _frozen(own_head: bool, **method: Any) -> dict[str, dict[str, Any]]:
     return {
@@ -48,7 +56,7 @@ def _frozen(own_head: bool, **method: Any) -> dict[str, dict[str, Any]]:
         "method": {"start_score": -2.0, **method},
         "train": {
             "frozen_later": "model", "own_head": own_head, "scale": None, "flip": False, "label_stride": 4,
-            "batch_size": 16, "accumulate": None, "lr_later": 0.3, "clip_later": 1.0, "fusion": None,
+            "batch_size": BATCH, "accumulate": None, "lr_later": 0.3, "clip_later": 1.0, "fusion": None,
         },
         "eval": {"batch_size": 8},
     }  # fmt: skip
@@ -63,14 +71,11 @@ LADDER = (
 )  # fmt: skip
 """From gentle to strong."""
 RECIPES = {recipe.name: recipe for recipe in (*LADDER, AS_TRAINED)}
-UPDATES = 160
-"""Of the optimiser in every try: enough to learn a class, few enough to wait for."""
 
 
-def epochs_for(images: int, batch_size: int) -> int:
-    """Passes over so many images that make about UPDATES updates."""
-    per_epoch = max(1, images // batch_size)
-    return max(4, min(60, round(UPDATES / per_epoch)))
+def epochs_for(images: int) -> int:
+    """Passes over so many images that make about UPDATES updates, and four at least."""
+    return max(4, min(80, round(UPDATES / max(1, images // BATCH))))
 
 
 @dataclass(frozen=True)

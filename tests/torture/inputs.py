@@ -206,9 +206,14 @@ def _dataset(
     return root
 
 
+def _check_of(root: Path) -> list[object]:
+    """The command that checks a dataset, with its contact sheet beside it."""
+    return ["data", "check", "--data", "folder", "--root", root, "--sheet", root.parent / "sheet.png"]
+
+
 def _check_dataset(images: dict[str, bytes], verdict: str, folder: Path) -> None:
     root = _dataset(folder, images)
-    ended = incseg(["data", "check", "--data", "folder", "--root", root], folder / "cache").ended_clearly()
+    ended = incseg(_check_of(root), folder / "cache").ended_clearly()
     name = next(iter(images))
     if verdict == BAD and (ended.code != 1 or f"{name}: " not in ended.out):
         raise Lost(f"data check did not name {name}: exit {ended.code}, {ended.out[-300:]}")
@@ -255,7 +260,7 @@ def _masks_by_hand() -> dict[str, tuple[Callable[[], bytes], str]]:
 def _check_mask(fault: tuple[Callable[[], bytes], str], folder: Path) -> None:
     make, said = fault
     root = _dataset(folder, {"a.png": encoded(picture(random.Random(3), 20, 15), "png")}, {"a.png": make()})
-    ended = incseg(["data", "check", "--data", "folder", "--root", root], folder / "cache").ended_clearly()
+    ended = incseg(_check_of(root), folder / "cache").ended_clearly()
     if said and (ended.code != 1 or said not in ended.out or "1 faults" not in ended.out):
         raise Lost(f"data check did not say '{said}': exit {ended.code}, {ended.out[-300:]}")
     if not said and ended.code != 0:
@@ -286,7 +291,7 @@ def _damaged_masks(seed: int) -> Case:
         names = [f"m{number}.png" for number in range(_BATCH)]
         image = encoded(picture(draw, 20, 15), "png")
         root = _dataset(folder, dict.fromkeys(names, image), {name: damaged(sound, draw) for name in names})
-        ended = incseg(["data", "check", "--data", "folder", "--root", root], folder / "cache").ended_clearly()
+        ended = incseg(_check_of(root), folder / "cache").ended_clearly()
         if ended.code not in (0, 1):
             raise Lost(f"exit {ended.code}")
 
@@ -331,7 +336,7 @@ def _check_classes(fault: tuple[bytes, str], folder: Path) -> None:
     root = _dataset(folder, {}, classes=content)
     for argv in (
         ["protocol", "--data", "folder", "--root", root, "--task", "joint"],
-        ["data", "check", "--data", "folder", "--root", root],
+        _check_of(root),
     ):
         ended = incseg(argv, folder / "cache")
         if said:
@@ -1091,7 +1096,7 @@ def _check_name(name: bytes, folder: Path) -> None:
     for kind in (b"images", b"masks"):
         with open(os.path.join(os.fsencode(root), kind, name), "wb") as file:
             file.write(image if kind == b"images" else encoded(Image.new("L", (20, 15)), "png"))
-    incseg(["data", "check", "--data", "folder", "--root", root], folder / "cache", where).ended_clearly()
+    incseg(_check_of(root), folder / "cache", where).ended_clearly()
     incseg(["protocol", "--data", "folder", "--root", root, "--task", "joint"], folder / "cache", where).ended_clearly()
 
 

@@ -17,6 +17,7 @@ from incseg.types import UserError
 HELP = "list: features and other work kept on disk; clear: delete some of it, which is made again when needed"
 _OTHERS = {
     "contents": ("digests of datasets", ("*",)),
+    "pixels": ("pixels of each class in each image", ("*.npy",)),
     "presence": ("lists of the classes in each image", ("*.txt",)),
     "steps": ("trained steps for --reuse", ("*/kept.json", "*/model.safetensors", "*/state.safetensors")),
 }

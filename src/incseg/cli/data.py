@@ -13,19 +13,29 @@ from rich.text import Text
 from incseg.data import build_source
 from incseg.data.check import Report, check
 from incseg.data.export import export
+from incseg.data.faults import grouped
+from incseg.data.files import FileSource
+from incseg.data.meaning import values_line
+from incseg.data.pixels import joined
 from incseg.data.presence import Progress as Callback
+from incseg.data.sheet import contact_sheet, require_own_sheet, save_sheet
 from incseg.data.source import SPLITS, Source
-from incseg.types import UserError
+from incseg.files import require_file_name
+from incseg.types import BACKGROUND, IGNORE, UserError
 
 HELP = "check: walk a dataset and list every fault; export: write one as a folder of images and masks"
-_MOST_FAULTS = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check", "export"], help="what to do")
     parser.add_argument("--data", required=True, metavar="NAME", help="voc, ade20k, folder or shapes")
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder of the dataset")
-    parser.add_argument("--all", action="store_true", help=f"check: list more than the first {_MOST_FAULTS} faults")
+    parser.add_argument("--all", action="store_true", help="check: list every file with a fault, not one line a kind")
+    parser.add_argument(
+        "--sheet", type=Path, metavar="FILE",
+        help="check: where to write the contact sheet, a PNG of some photographs with their masks (default: "
+        "NAME-sheet.png, for the dataset's folder NAME); none for none",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="export: the folder to write")
     parser.add_argument("--split", choices=SPLITS, help="export: train or val (default: both)")
     parser.add_argument("--limit", type=int, metavar="N", help="export: the first N images of a split (default: all)")
@@ -35,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     source = build_source(args.data, root=args.root)
     console = Console(highlight=False)
     for note in source.notes:
-        console.print(note, markup=False, soft_wrap=True)
+        _print(console, note)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(args.action, total=None)
 
@@ -44,8 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
         if args.action == "export":
             return _export(args, source, console, progress)
+        sheet = _sheet_file(args)
         report = check(source, progress=progress)
-    _show(console, report, None if args.all else _MOST_FAULTS)
+        if not any(pixels.sizes.any() for pixels in report.pixels.values()):
+            sheet = None  # no mask could be read, so there is nothing to show
+        if sheet is not None:
+            _write_sheet(source, report, sheet, args.root)
+    _show(console, source, report, sheet, args.all)
     return 0 if report.ok else 1
 
 
@@ -57,25 +72,80 @@ def _export(args: argparse.Namespace, source: Source, console: Console, progress
     splits = [args.split] if args.split else SPLITS
     written = export(source, args.out, splits, args.limit, progress)
     where = f"{written} images with masks in {args.out}; use them with --data folder --root {args.out}"
-    console.print(where, markup=False, soft_wrap=True)
+    _print(console, where)
     return 0
 
 
-def _show(console: Console, report: Report, most: int | None) -> None:
+def _show(console: Console, source: Source, report: Report, sheet: Path | None, every: bool) -> None:
+    void = source.void if isinstance(source, FileSource) else IGNORE
+    _print(console, _table(source, report))
+    for split, counts in report.counts.items():
+        _print(console, f"{split}: {counts.images} images, {len(counts.unlabelled)} with background or void only")
+    if report.classes_without_image:
+        _print(console, f"no image shows: {', '.join(report.classes_without_image)}")
+    _print(console, f"the masks are read as: {values_line(source.info, void)}")
+    totals = joined([*report.pixels.values()]).totals
+    if totals[IGNORE]:
+        _print(console, f"{void}, not annotated, are {_percent(totals[IGNORE] / totals.sum())} of all pixels")
+    if sheet is not None:
+        _print(console, f"contact sheet: {sheet}")
+    for note in report.notes:
+        _print(console, f"note: {note}")
+    lines = [str(fault) for fault in report.faults] if every else grouped(report.faults)
+    for line in [*lines, *report.meaning]:
+        _print(console, line)
+    if not every and len(lines) < len(report.faults):
+        _print(console, "--all lists every file")
+    _print(console, "no faults" if report.ok else f"{len(lines) + len(report.meaning)} faults")
+
+
+def _table(source: Source, report: Report) -> Table:
+    """Of each class its number, the images that show it, and its share of the labelled pixels of all splits."""
     table = Table(title="images that show each class", title_justify="left")
+    table.add_column("number", justify="right")
     table.add_column("class")
     for split in report.counts:
         table.add_column(split, justify="right")
-    for name in next(iter(report.counts.values())).images_per_class:
-        table.add_row(Text(name), *(str(counts.images_per_class[name]) for counts in report.counts.values()))
-    console.print(table)
-    for split, counts in report.counts.items():
-        console.print(f"{split}: {counts.images} images, {len(counts.unlabelled)} with background or void only")
-    if report.classes_without_image:
-        console.print(f"no image shows: {', '.join(report.classes_without_image)}", markup=False, soft_wrap=True)
-    for fault in report.faults[:most]:
-        console.print(str(fault), markup=False, soft_wrap=True)
-    hidden = len(report.faults) - len(report.faults[:most])
-    if hidden:
-        console.print(f"… and {hidden} more; --all lists them")
-    console.print("no faults" if report.ok else f"{len(report.faults)} faults")
+    table.add_column("pixels", justify="right")
+    totals = joined([*report.pixels.values()]).totals
+    first = BACKGROUND if source.info.has_background else BACKGROUND + 1
+    labelled = max(1, int(totals[first:IGNORE].sum()))
+    for number, name in enumerate(["background", *source.info.classes]):
+        if number >= first:
+            images = [str(pixels.images[number]) for pixels in report.pixels.values()]
+            table.add_row(str(number), Text(name), *images, _percent(totals[number] / labelled))
+    return table
+
+
+def _percent(share: float) -> str:
+    if share == 0:
+        return "0 %"
+    return f"{100 * share:.1f} %" if share >= 0.001 else "<0.1 %"
+
+
+def _print(console: Console, what: str | Table) -> None:
+    console.print(what, markup=False, soft_wrap=isinstance(what, str))
+
+
+def _sheet_file(args: argparse.Namespace) -> Path | None:
+    """Where the contact sheet goes; None for none. A file of others is refused before the dataset is read."""
+    if args.sheet is not None and str(args.sheet).lower() == "none":
+        return None
+    file = args.sheet or Path(f"{_folder_name(args.root) or args.data}-sheet.png")
+    require_file_name(file)
+    require_own_sheet(file)
+    return file
+
+
+def _folder_name(root: Path | None) -> str | None:
+    return root.expanduser().resolve().name if root is not None else None
+
+
+def _write_sheet(source: Source, report: Report, file: Path, root: Path | None) -> None:
+    try:
+        save_sheet(contact_sheet(source, report.pixels, title=_folder_name(root)), file)
+    except OSError as error:
+        raise UserError(
+            f"the contact sheet {file} cannot be written ({error.strerror or error}); give another file with --sheet "
+            "FILE, or --sheet none"
+        ) from error

@@ -170,15 +170,22 @@ class Asked:
         }
         if recipe is not AS_TRAINED:
             defaults["data"] |= {"fit": "whole", "empty": "learn"}
-            defaults["train"] |= {"epochs_later": epochs_for(self.num_images, 16)}
-            size = self.size.size if self.size is not None else args.size
-            if size:
-                defaults["train"]["crop"] = defaults["eval"]["size"] = size
-        elif args.size:
-            defaults["train"]["crop"] = defaults["eval"]["size"] = args.size
+            defaults["train"] |= {"epochs_later": epochs_for(self.num_images)}
+        if size := args.size or self._size_of(recipe):
+            defaults["train"]["crop"] = defaults["eval"]["size"] = size
         for group, values in recipe.settings.items():
             defaults[group] = {**defaults[group], **values}
         return parse_extension("incseg extend", defaults, args.unknown)
+
+    def _size_of(self, recipe: Recipe) -> int | None:
+        if self.size is None or recipe is AS_TRAINED:
+            return None
+        return self.size.size if recipe.sees_larger else self.own_size
+
+    @property
+    def own_size(self) -> int:
+        """Shorter side of the input of the model as it is."""
+        return int(self.about.get("test_size", 0)) or int(self.about.get("train", {}).get("crop", 320))
 
     def _look_at_photographs(self) -> None:
         """Count the new classes' photographs, and choose the input size by how large their objects are."""
@@ -198,7 +205,7 @@ class Asked:
             self._choose_size(source, ids)
 
     def _choose_size(self, source: Extended, ids: dict[int, str]) -> None:
-        own = int(self.about.get("test_size", 0)) or int(self.about.get("train", {}).get("crop", 320))
+        own = self.own_size
         largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
         allowed = [own * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
         sides = object_sides(source, "train", presence_of(source, "train"), ids)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from PIL import Image
 
-from incseg.data.files import FileError
-from incseg.data.presence import Progress, classes_in, in_threads
+from incseg.data.faults import SIZES, Fault, fault_of
+from incseg.data.meaning import judge
+from incseg.data.pixels import PixelCounts, histogram, joined, store
+from incseg.data.presence import Progress, in_threads
 from incseg.data.source import SPLITS, Source, Split
 from incseg.types import UserError
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with a file, and what to do about it."""
-
-    file: str
-    fault: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.fault}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 @dataclass
@@ -39,14 +30,20 @@ class SplitCounts:
 
 @dataclass
 class Report:
-    """All faults of a dataset and what it holds. Only faults make it not `ok`."""
+    """All faults of a dataset and what it holds. Only faults, of files or of meaning, make it not `ok`."""
 
     faults: list[Fault]
+    """Of single files."""
+    meaning: list[str]
+    """Faults of the masks as a whole: they mean something else than is assumed."""
+    notes: list[str]
+    """What the user should look at."""
     counts: dict[Split, SplitCounts]
+    pixels: dict[Split, PixelCounts]
 
     @property
     def ok(self) -> bool:
-        return not self.faults
+        return not self.faults and not self.meaning
 
     @property
     def classes_without_image(self) -> list[str]:
@@ -67,24 +64,36 @@ def check(
     """
     pairs = [(split, index) for split in splits for index in range(len(source.names(split)))]
     results = in_threads(lambda i: _check_pair(source, *pairs[i]), len(pairs), workers, progress)
-    report = Report(
-        [],
-        {split: SplitCounts(len(source.names(split)), dict.fromkeys(source.info.classes, 0)) for split in splits},
-    )
-    for (split, index), (faults, ids) in zip(pairs, results, strict=True):
-        report.faults += faults
-        if ids is None:
-            continue
-        counts = report.counts[split]
-        for i in ids:
-            counts.images_per_class[source.info.classes[i - 1]] += 1
-        if not ids:
-            counts.unlabelled.append(source.names(split)[index])
-    return report
+    faults: list[Fault] = []
+    pixels: dict[Split, PixelCounts] = {}
+
+    def histograms(images: int) -> Iterator[np.ndarray | None]:
+        for found, counted in islice(results, images):
+            faults.extend(found)
+            yield counted
+
+    for split in splits:
+        names = source.names(split)
+        pixels[split] = PixelCounts.of_histograms(names, histograms(len(names)))
+        if pixels[split].complete:
+            store(source, split, pixels[split])
+    meaning, notes = judge(source, joined([*pixels.values()]))
+    counts = {split: _counts(source, pixels[split]) for split in splits}
+    return Report(faults, meaning, notes, counts, pixels)
 
 
-def _check_pair(source: Source, split: Split, index: int) -> tuple[list[Fault], tuple[int, ...] | None]:
-    """The faults of a pair, and the ids in its mask if that could be read."""
+def _counts(source: Source, pixels: PixelCounts) -> SplitCounts:
+    images, presence = pixels.images, pixels.presence
+    per_class = {name: int(images[number]) for number, name in enumerate(source.info.classes, start=1)}
+    read = pixels.sizes > 0
+    unlabelled = [
+        name for name, ids, one in zip(presence.names, presence.classes, read, strict=True) if one and not ids
+    ]
+    return SplitCounts(len(pixels.names), per_class, unlabelled)
+
+
+def _check_pair(source: Source, split: Split, index: int) -> tuple[list[Fault], np.ndarray | None]:
+    """The faults of a pair, and the pixels of each value in its mask if that could be read."""
     where = f"{source.info.name} {split} '{source.names(split)[index]}'"
     faults: list[Fault] = []
     image: Image.Image | None = None
@@ -92,18 +101,12 @@ def _check_pair(source: Source, split: Split, index: int) -> tuple[list[Fault], 
     try:
         image = source.image(split, index)
     except UserError as error:
-        faults.append(_fault(error, where))
+        faults.append(fault_of(error, where))
     try:
         mask = source.mask(split, index)
     except UserError as error:
-        faults.append(_fault(error, where))
+        faults.append(fault_of(error, where))
     if image is not None and mask is not None and image.size != mask.shape[::-1]:
         sizes = f"the image is {image.width}×{image.height} but its mask {mask.shape[1]}×{mask.shape[0]}"
-        faults.append(Fault(where, sizes, "export both at one size"))
-    return faults, None if mask is None else classes_in(mask)
-
-
-def _fault(error: UserError, where: str) -> Fault:
-    if isinstance(error, FileError):
-        return Fault(error.file, error.fault, error.remedy)
-    return Fault(where, str(error), "")
+        faults.append(Fault(where, sizes, "export both at one size", SIZES))
+    return faults, None if mask is None else histogram(mask)

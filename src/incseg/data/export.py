@@ -35,5 +35,6 @@ def export(
     for split in splits:
         names = [source.names(s)[i] for s, i in chosen if s == split]
         write_text(out / f"{split}.txt", "".join(f"{name}\n" for name in names))
-    write_text(out / "classes.txt", "".join(f"{name}\n" for name in source.info.classes))
+    lines = ("background", *source.info.classes) if source.info.has_background else source.info.classes
+    write_text(out / "classes.txt", "".join(f"{name}\n" for name in lines))
     return len(chosen)

@@ -61,6 +61,11 @@ class Extended(Source):
         self._palette = _palette([BACKGROUND, *known_ids], colours, range(first, max(names) + 1))
 
     @property
+    def table(self) -> np.ndarray:
+        """(256,) uint8, the id here of each id of `inner`."""
+        return self._table
+
+    @property
     def palette(self) -> np.ndarray:
         return self._palette
 
@@ -69,6 +74,9 @@ class Extended(Source):
 
     def image(self, split: Split, index: int) -> Image.Image:
         return self.inner.image(split, index)
+
+    def preview(self, split: Split, index: int, side: int) -> tuple[Image.Image, tuple[int, int]]:
+        return self.inner.preview(split, index, side)
 
     def mask(self, split: Split, index: int) -> np.ndarray:
         return self._table[self.inner.mask(split, index)]

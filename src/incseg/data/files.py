@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 
 from incseg.data.source import Source, Split
@@ -29,12 +29,25 @@ PathLike = str | os.PathLike[str]
 _STRETCH = {"L;2": 85, "L;4": 17}
 
 
-class FileError(UserError):
-    """A file that the user can put right: which, what is wrong with it, and the remedy."""
+MISSING, UNREADABLE, COLOURS, VALUES = "missing", "unreadable", "colours", "values"
+"""Kinds of faults that can come in many files at once."""
+_MOST_COLOURS, _MOST_VALUES = 8, 256
+_COLOUR_SAMPLE = 256
+"""Longer side to which a colour mask is reduced before its colours are counted."""
 
-    def __init__(self, file: PathLike, fault: str, remedy: str) -> None:
-        super().__init__(str(file), fault, remedy)  # all three, so that it can be pickled
-        self.file, self.fault, self.remedy = str(file), fault, remedy
+
+class FileError(UserError):
+    """A file that the user can put right: which, what is wrong with it, and the remedy.
+
+    kind:  where many files can have the same fault, what these have in common.
+    found: the values or colours that are wrong.
+    """
+
+    def __init__(
+        self, file: PathLike, fault: str, remedy: str, kind: str = "", found: tuple[int | str, ...] = ()
+    ) -> None:
+        super().__init__(str(file), fault, remedy, kind, found)  # all of them, so that it can be pickled
+        self.file, self.fault, self.remedy, self.kind, self.found = str(file), fault, remedy, kind, found
 
     def __str__(self) -> str:
         return f"{self.file}: {self.fault}; {self.remedy}"
@@ -61,16 +74,26 @@ def read_image(path: PathLike) -> Image.Image:
         return as_rgb(image)
 
 
-_SIDEWAYS = (5, 6, 7, 8)
-"""EXIF orientations by which width and height change places."""
-_ORIENTATION = 0x0112
-
-
 def image_size(path: PathLike) -> tuple[int, int]:
     """(width, height) of what `read_image` gives, from the file's header alone."""
     with _opened(path) as image:
-        sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
-        return image.size[::-1] if sideways else image.size
+        return image.size[::-1] if _is_sideways(image) else image.size
+
+
+def _is_sideways(image: Image.Image) -> bool:
+    """Whether its EXIF orientation makes width and height change places."""
+    return image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
+
+
+def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int]]:
+    """`read_image` with the longer side reduced to at most `side`, and the size it had; see `Source.preview`."""
+    with _opened(path) as image:
+        full = image.size
+        image.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size, which takes less memory
+        turned = _is_sideways(image)
+        preview = as_rgb(image)
+    preview.thumbnail((side, side))
+    return preview, full[::-1] if turned else full
 
 
 def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
@@ -100,26 +123,44 @@ def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarra
         stretch = _STRETCH.get(str(image.tile[0][3]), 1) if isinstance(image, PngImageFile) else 1
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
+            colours = _colours(image)
             raise FileError(
                 path,
-                f"the mask has mode {image.mode}, so it holds colours instead of class numbers",
+                f"the mask has mode {image.mode}, so it holds colours instead of class numbers ({_some(colours)})",
                 "save it as a single-channel or palette PNG with class numbers",
+                COLOURS,
+                colours,
             )
         values = np.array(image)
     if stretch > 1:
         values //= stretch
     wrong = ((values < 0) | (values > num_classes)) & (values != void)
     if wrong.any():
-        found = np.unique(values[wrong])
-        shown = ", ".join(str(value) for value in found[:5]) + (", …" if len(found) > 5 else "")
+        found = tuple(np.unique(values[wrong]).tolist())
         raise FileError(
             path,
-            f"the mask holds {shown}, but classes are 0 to {num_classes} and void is {void}",
+            f"the mask holds {_some(found)}, but classes are 0 to {num_classes} and void is {void}",
             f"add the class to the list of names, or set these pixels to {void}",
+            VALUES,
+            found[:_MOST_VALUES],
         )
     if void != IGNORE:
         values[values == void] = IGNORE
     return values.astype(np.uint8, copy=False)
+
+
+def _some(found: Sequence[int | str]) -> str:
+    return ", ".join(str(one) for one in found[:5]) + (", …" if len(found) > 5 else "")
+
+
+def _colours(image: Image.Image) -> tuple[str, ...]:
+    """The most frequent colours of an image as #rrggbb."""
+    factor = min(1.0, _COLOUR_SAMPLE / max(image.size))
+    size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+    pixels = np.asarray(image.resize(size, Image.Resampling.NEAREST).convert("RGB")).astype(np.int64)
+    colours, counts = np.unique(pixels @ (1 << 16, 1 << 8, 1), return_counts=True)
+    frequent = np.argsort(-counts, kind="stable")[:_MOST_COLOURS]
+    return tuple(f"#{colours[i]:06x}" for i in frequent)
 
 
 def list_file(path: PathLike) -> list[str]:
@@ -213,6 +254,9 @@ class FileSource(Source):
     def sizes(self, split: Split) -> Sequence[tuple[int, int]]:
         return [image_size(file) for file in self.files(split).images]
 
+    def preview(self, split: Split, index: int, side: int) -> tuple[Image.Image, tuple[int, int]]:
+        return read_preview(self.files(split).images[index], side)
+
     def mask(self, split: Split, index: int) -> np.ndarray:
         return read_mask(self.files(split).masks[index], len(self.info.classes), self.void)
 
@@ -243,7 +287,8 @@ def _opened(
     except FileError:
         raise
     except FileNotFoundError:
-        raise FileError(path, "no such file", "restore it, or take its name off the list") from None
+        raise FileError(path, "no such file", "restore it, or take its name off the list", MISSING) from None
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
         cause = " ".join(str(error).split()) or type(error).__name__
-        raise FileError(path, f"cannot be read as an image ({cause})", "export or copy it again") from error
+        fault = f"cannot be read as an image ({cause})"
+        raise FileError(path, fault, "export or copy it again", UNREADABLE) from error

@@ -38,7 +38,9 @@ class Folder(FileSource):
 
     def __init__(self, root: PathLike, classes_file: PathLike | None = None, void: int = IGNORE) -> None:
         self.root = Path(root).expanduser()
-        classes = read_classes(classes_file or self.root / "classes.txt")
+        names_file = classes_file or self.root / "classes.txt"
+        classes = read_classes(names_file)
+        self.background_named = names_background(names_file)
         self.info = DatasetInfo("folder", classes, has_background=True)
         self.void = _checked_void(void, len(classes))
         self.notes: list[str] = []
@@ -99,6 +101,11 @@ def read_classes(path: PathLike) -> tuple[str, ...]:
     if not 1 <= len(names) <= MAX_CLASSES:
         raise FileError(path, f"it has {len(names)} classes", f"name 1 to {MAX_CLASSES}, one per line")
     return tuple(without_duplicates(names, path))
+
+
+def names_background(path: PathLike) -> bool:
+    """Whether the file states that 0 is background, by a first line "background"."""
+    return [line.strip().lower() for line in text_lines(path)[:1]] == ["background"]
 
 
 def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:

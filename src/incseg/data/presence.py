@@ -96,8 +96,7 @@ def presence_of(
     known = source.known_presence(split)
     if known is not None:
         return Presence(names, tuple(known))
-    folder = Path(cache_dir).expanduser() if cache_dir is not None else cache_path("presence")
-    cached = folder / f"{source.info.name}-{split}-{source.fingerprint(split)[:32]}.txt"
+    cached = cached_presence(source, split, cache_dir)
     # A cache that cannot be read is computed again, one that cannot be written is done without.
     with suppress(UserError):
         presence = read_presence(cached, num_classes)
@@ -110,6 +109,12 @@ def presence_of(
     return presence
 
 
+def cached_presence(source: Source, split: Split, cache_dir: PathLike | None = None) -> Path:
+    """The file that caches the index of a split."""
+    folder = Path(cache_dir).expanduser() if cache_dir is not None else cache_path("presence")
+    return folder / f"{source.info.name}-{split}-{source.fingerprint(split)[:32]}.txt"
+
+
 def in_threads(
     read: Callable[[int], _Result], total: int, workers: int | None, progress: Progress | None
 ) -> Iterator[_Result]:
@@ -117,9 +122,9 @@ def in_threads(
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
     try:
         for done, result in enumerate(pool.map(read, range(total)), start=1):
-            yield result
             if progress is not None:
                 progress(done, total)
+            yield result
     finally:  # also on Ctrl-C, which must not wait for the files not yet begun
         pool.shutdown(cancel_futures=True)
 

@@ -61,6 +61,13 @@ class Source(ABC):
             )
         return image, mask
 
+    def preview(self, split: Split, index: int, side: int) -> tuple[Image.Image, tuple[int, int]]:
+        """The image with its longer side reduced to at most `side`, and the size that it has in full."""
+        image = self.image(split, index)
+        small = image.copy()
+        small.thumbnail((side, side))
+        return small, image.size
+
     def default_workers(self, processes: int) -> int:
         """Loader processes that keep one of `processes` training processes busy: decoding takes a core or more."""
         return max(1, min(8, (os.cpu_count() or 1) // processes - 1))

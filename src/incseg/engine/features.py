@@ -53,8 +53,8 @@ def feature_store(
         "mean": backbone.mean,
         "std": backbone.std,
     }
-    if model.shrinks != [1]:
-        key["shrinks"] = sorted(set(model.shrinks))
+    if model.sizes != [1]:
+        key["sizes"] = model.sizes
     with torch.no_grad():
         model.eval()
         side = frame or (size, size)

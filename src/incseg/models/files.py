@@ -32,6 +32,7 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
         "increments": json.dumps([dataclasses.asdict(increment) for increment in model.increments]),
         "background_output": json.dumps(model.background_output),
         "shrinks": json.dumps(model.shrinks),
+        "sizes": json.dumps(model.sizes),
         "extra": json.dumps(extra),
     }
     write_tensors(Path(path), model.state_dict(), metadata)
@@ -53,7 +54,10 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
             model = Segmenter(config, background_output)
             for increment in increments:
                 model.grow(increment)
-            model.shrinks = _read_shrinks(metadata.get("shrinks", "[1]"), model)
+            model.shrinks = _read_shrinks(metadata.get("shrinks", "[1]"))
+            model.sizes = _read_shrinks(metadata.get("sizes", "[1]"))
+            if len(model.shrinks) != 1 + len(model.heads) or not set(model.shrinks) <= set(model.sizes):
+                raise ValueError(f"its heads look at images shrunk by {model.shrinks}, of {model.sizes}")
     except UserError as error:
         raise UserError(f"model file '{path}': {error}") from error
     except Exception as error:  # a description that someone made up can make building a network raise nearly anything
@@ -120,10 +124,9 @@ def read_increment(fields: dict[str, Any]) -> Increment:
     return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head)
 
 
-def _read_shrinks(text: str, model: Segmenter) -> list[int]:
+def _read_shrinks(text: str) -> list[int]:
     shrinks = json.loads(text)
-    allowed = isinstance(shrinks, list) and all(shrink in Segmenter.SHRINKS for shrink in shrinks)
-    if not allowed or len(shrinks) != 1 + len(model.heads):
+    if not (isinstance(shrinks, list) and shrinks and all(shrink in Segmenter.SHRINKS for shrink in shrinks)):
         raise ValueError(f"its heads look at images shrunk by {shrinks!r}")
     return shrinks
 

@@ -76,6 +76,8 @@ class Segmenter(nn.Module):
 
     heads:   those of later increments, numbered from 1; head 0 is `neck` and `aspp`.
     shrinks: for each head, 0 first, how many times smaller than the input its image is: 1, 2, 4, …
+    sizes:   those at which `features` looks at an image, the largest image first: the shrinks of all heads, and of the
+             one that is to come.
     """
 
     SHRINKS = (1, 2, 4, 8)
@@ -96,7 +98,7 @@ class Segmenter(nn.Module):
         self.aspp = head(config.width if config.stages else channels[0], config.width, dilations, head_norm)
         self.classifiers = nn.ModuleList()
         self.heads = nn.ModuleList()
-        self.shrinks = [1]
+        self.shrinks, self.sizes = [1], [1]
         self.backbone.requires_grad_(not config.freeze_backbone)
         self.train()
 
@@ -128,7 +130,7 @@ class Segmenter(nn.Module):
                 f"an input {factor} times larger would be shrunk by {max(shrinks)} for the first classes, and "
                 f"{self.SHRINKS[-1]} is the most; give a smaller --size"
             )
-        self.shrinks = shrinks
+        self.shrinks, self.sizes = shrinks, sorted({1, *shrinks})
 
     def grow(self, increment: Increment) -> None:
         """Add the classifier of a new step; what was learnt stays as it is.
@@ -140,6 +142,7 @@ class Segmenter(nn.Module):
                 raise ValueError(f"head {increment.head} is named, and there are {len(self.heads)}")
             self.heads.append(Head(copy.deepcopy(self.neck), copy.deepcopy(self.aspp)).requires_grad_(True))
             self.shrinks.append(1)
+            self.sizes = sorted({*self.sizes, 1})
         outputs = len(increment.classes) + (self.background_output and not self.increments)
         classifier = nn.Conv2d(self.config.width, outputs, 1)
         nn.init.normal_(classifier.weight, std=CLASSIFIER_STD)
@@ -186,36 +189,39 @@ class Segmenter(nn.Module):
         return tuple(stages[stage] for stage in self._stages_read())
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """What the heads read of images, the largest size that a head looks at first: what a feature cache keeps."""
-        return tuple(f for size in self._sizes() for f in self.read_by_head(self.encode(shrunk(images, size))))
+        """What the heads read of images, at each of `sizes`: what a feature cache holds."""
+        return tuple(f for size in self.sizes for f in self.read_by_head(self.encode(shrunk(images, size))))
 
-    def decode(self, features: tuple[Tensor, ...], stages: tuple[Tensor, ...] = ()) -> Output:
+    def decode(self, features: tuple[Tensor, ...]) -> Output:
         """Heads and classifiers on what `features` gives."""
-        if not self.classifiers:
-            raise RuntimeError("the model has no classes yet; call grow first")
-        if not self.heads:
-            embedding = self._embedding(0, features)
-            return Output(self._classified(embedding, range(len(self.classifiers))), embedding, stages)
-        number, sizes = len(self._stages_read()), self._sizes()
-        embeddings: list[Tensor] = []
-        by_increment: dict[int, Tensor] = {}
-        for head, shrink in enumerate(self.shrinks):
-            first = sizes.index(shrink) * number
-            embeddings.append(self._embedding(head, features[first : first + number]))
-            own = [index for index, increment in enumerate(self.increments) if increment.head == head]
-            logits = resized(self._classified(embeddings[-1], own), features[0].shape[-2:])
-            widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
-            by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
-        return Output(torch.cat([by_increment[i] for i in range(len(self.increments))], 1), embeddings[0], stages)
+        number = len(self._stages_read())
+        starts = {size: index * number for index, size in enumerate(self.sizes)}
+        return self._decode({size: features[first : first + number] for size, first in starts.items()})
 
     def forward(self, inputs: Inputs) -> Output:
         """(B, 3, H, W) normalised images, or what the heads read of them → logits at the network's resolution."""
         if not isinstance(inputs, Tensor):
             return self.decode(inputs)
-        sizes = self._sizes()
-        seen = [self.encode(shrunk(inputs, size)) for size in sizes]
-        features = tuple(f for stages in seen for f in self.read_by_head(stages))
-        return self.decode(features, seen[sizes.index(self.shrinks[0])])
+        stages = {size: self.encode(shrunk(inputs, size)) for size in sorted(set(self.shrinks))}
+        features = {size: self.read_by_head(seen) for size, seen in stages.items()}
+        return self._decode(features, stages[self.shrinks[0]])
+
+    def _decode(self, features: dict[int, tuple[Tensor, ...]], stages: tuple[Tensor, ...] = ()) -> Output:
+        """Heads and classifiers on the features of each size."""
+        if not self.classifiers:
+            raise RuntimeError("the model has no classes yet; call grow first")
+        embedding = self._embedding(0, features[self.shrinks[0]])
+        if not self.heads:
+            return Output(self._classified(embedding, range(len(self.classifiers))), embedding, stages)
+        finest = features[min(self.shrinks)][0].shape[-2:]
+        by_increment: dict[int, Tensor] = {}
+        for head, shrink in enumerate(self.shrinks):
+            own = [index for index, increment in enumerate(self.increments) if increment.head == head]
+            read = embedding if head == 0 else self._embedding(head, features[shrink])
+            logits = resized(self._classified(read, own), finest)
+            widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
+            by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
+        return Output(torch.cat([by_increment[i] for i in range(len(self.increments))], 1), embedding, stages)
 
     def _embedding(self, head: int, features: tuple[Tensor, ...]) -> Tensor:
         """What a head makes of the stages it reads; the first is not a module, so that its tensors keep their names."""
@@ -228,10 +234,6 @@ class Segmenter(nn.Module):
         weight = torch.cat([self.classifiers[i].get_parameter("weight") for i in increments])
         bias = torch.cat([self.classifiers[i].get_parameter("bias") for i in increments])
         return F.conv2d(embedding, weight, bias)
-
-    def _sizes(self) -> list[int]:
-        """The different shrinks, so the largest image first."""
-        return sorted(set(self.shrinks))
 
     def _stages_read(self) -> tuple[int, ...]:
         count = len(self.backbone.channels)
