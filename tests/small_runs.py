@@ -155,7 +155,7 @@ class Interrupting(Screen):
     def advance(self, amount: int = 1, detail: str = "") -> None:
         self._told(self._now)
 
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any) -> None:
+    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any, class_images: Any = None) -> None:
         self._told(f"row {len(rows) - 1}")
 
 

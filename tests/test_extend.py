@@ -17,16 +17,17 @@ from small_runs import Interrupting, assert_same_run, evaluated_again, quiet, ro
 
 import incseg
 from incseg.cli import main
-from incseg.cli.extend import add_arguments, extension
+from incseg.cli.extend import Asked, add_arguments
 from incseg.data.export import export
 from incseg.data.extended import Extended
 from incseg.data.folder import Folder
 from incseg.data.shapes import Shapes
-from incseg.engine.changes import compare_models, describe
+from incseg.engine.forgetting import agreement, compare_models, mean_new_iou
 from incseg.engine.progress import Screen, Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.experiment import RunConfig, train
+from incseg.extend import AS_TRAINED, LADDER, Outcome, choose, in_words
 from incseg.files import cache_path, read_tensors, write_json
 from incseg.methods.finetune import Finetune
 from incseg.models.files import load_segmenter, save_segmenter
@@ -61,7 +62,7 @@ def first(mine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> RunConfig:
-    """What the command line makes of flags."""
+    """What the command line makes of flags, by the model's own recipe."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     named = [] if classes is None else ["--classes", classes]
@@ -76,12 +77,13 @@ def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ri
         "3",
         "--threads",
         "1",
+        "--recipe",
+        "as-trained",
         *HERE,
         *flags,
     ]
-    args, args_unknown = parser.parse_known_args(tokens)
-    args.unknown = args_unknown
-    return extension(args)
+    args, args.unknown = parser.parse_known_args(tokens)
+    return Asked.read(args).config(AS_TRAINED)
 
 
 def extended(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,7 +18,11 @@ import incseg
 from incseg.data import build_source
 from incseg.data.features import StoreUnwritable
 from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
+from incseg.data.meaning import Meaning, check_meaning
+from incseg.data.pixels import PixelCounts
 from incseg.data.presence import Presence, presence_of
+from incseg.data.sheet import contact_sheet, save_sheet
+from incseg.data.sizing import choose_size, object_sides
 from incseg.data.source import Source, Split
 from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at
 from incseg.engine.board import Board
@@ -42,6 +46,13 @@ from incseg.types import UserError
 
 FEW_IMAGES = 10
 """A new class with fewer training images is warned of."""
+OWN_PHOTOGRAPHS = "folder"
+"""The kind of dataset that people make themselves: its masks are checked, and its tables are for people."""
+OWN_SIZES = (224, 320, 448)
+"""Shorter sides that photographs may be trained at."""
+CELL = 16
+"""Pixels per cell of the feature map of the preset for own photographs."""
+SHEET = "photographs.png"
 _OF_THE_MACHINE = ("workers", "checkpoint_seconds")
 """Settings of training that no other run should take over."""
 
@@ -106,6 +117,8 @@ class RunConfig:
         threads: of torch on the CPU; empty for its own choice.
         reuse: take a step that was trained before by the same recipe (data, model, method, schedule, seed) from the
             cache instead of training it again, and keep the steps of this run for others.
+        table: classes prints one row per class, steps Base / New / All / Inc and the label rules; auto takes classes
+            for one's own photographs and steps for benchmarks.
         data: where images come from.
         method: how classes are learnt.
         model: the network.
@@ -125,6 +138,7 @@ class RunConfig:
     precision: Precision = "auto"
     threads: int | None = None
     reuse: bool = False
+    table: Literal["auto", "classes", "steps"] = "auto"
     data: DataConfig = field(default_factory=DataConfig)
     method: dict[str, Any] = field(default_factory=lambda: {"name": "evidential"})
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -138,6 +152,10 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as config.yaml holds them."""
         return _plain(dataclasses.asdict(self))
+
+    @property
+    def shows_classes(self) -> bool:
+        return self.table == "classes" or (self.table == "auto" and self.data.name == OWN_PHOTOGRAPHS)
 
     @property
     def folder(self) -> Path:
@@ -171,7 +189,8 @@ class Setup:
     """What training and evaluation share: data, protocol and which images belong where.
 
     start:      the model that the run begins with, None where it begins from nothing.
-    new_images: with it, for each new class the training and test images that show it.
+    class_images: for each class, the training and test images that show it.
+    pixels:       of one's own photographs, the pixels of each class in each mask.
     """
 
     source: Source
@@ -183,7 +202,8 @@ class Setup:
     notes: list[str]
     test_split: Split = "val"
     start: Start | None = None
-    new_images: dict[str, tuple[int, int]] = field(default_factory=dict)
+    class_images: dict[str, tuple[int, int]] = field(default_factory=dict)
+    pixels: dict[Split, PixelCounts] = field(default_factory=dict)
 
     @staticmethod
     def of(config: RunConfig, method: Method, reporter: Reporter) -> Setup:
@@ -199,6 +219,7 @@ class Setup:
             start = Start.open(config.start, method, config.method["name"])
             extended = start.extended(source, config.task)
             source, task = extended, [extended.known, extended.new]
+        meaning = read_meaning(source, reporter) if config.data.name == OWN_PHOTOGRAPHS else None
         protocol = Protocol(source.info, task, setting, config.rules, config.order)
         train = read_presence_of(source, "train", config.data.presence, reporter)
         held_out = _held_out(len(train.names), config.data.holdout)
@@ -229,11 +250,15 @@ class Setup:
         for row, images, flags in zip(summary["steps"], train_images, counted, strict=True):
             row |= {"train_images": len(images), "test_images": sum(flags)}
         setup = Setup(source, protocol, train_images, test_images, counted, summary, notes, split, start)
-        for name, i in zip(protocol.steps[-1].names, protocol.steps[-1].new, strict=True) if start else ():
-            setup.new_images[name] = (
-                sum(i in train.classes[image] for image in train_images[-1]),
-                sum(i in test.classes[image] for image in test_images),
-            )
+        if meaning is not None:
+            setup.pixels = meaning.pixels
+            notes += meaning.notes
+        for step, images in zip(protocol.steps, train_images, strict=True):
+            for name, i in zip(step.names, step.new, strict=True):
+                setup.class_images[name] = (
+                    sum(i in train.classes[image] for image in images),
+                    sum(i in test.classes[image] for image in test_images),
+                )
         return setup
 
     def announce(self) -> list[str]:
@@ -241,14 +266,25 @@ class Setup:
         assert self.start is not None
         known = self.start.classes
         lines = [f"{self.start.file} knows {len(known)} classes: {', '.join(known)}"]
-        counts = [f"{name} ({train} training, {test} test images)" for name, (train, test) in self.new_images.items()]
-        lines.append(f"new in {self.protocol.dataset.name}: {', '.join(counts)}")
-        for name, (train, _) in self.new_images.items():
+        new = {name: self.class_images[name] for name in self.protocol.steps[-1].names}
+        counts = [f"{name} ({train} images to learn from, {test} held back)" for name, (train, test) in new.items()]
+        lines.append(f"new: {', '.join(counts)}")
+        for name, (train, _) in new.items():
             if train == 0:
                 raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
             if train < FEW_IMAGES:
                 lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
         return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
+
+    def write_sheet(self, file: Path) -> list[str]:
+        """A contact sheet of one's own photographs, once; returns what to say of it."""
+        if not self.pixels or file.exists():
+            return []
+        try:
+            save_sheet(contact_sheet(self.source, self.pixels), file)
+        except (UserError, OSError) as error:  # a picture to look at, not a reason to stop
+            return [f"no contact sheet was written ({error})"]
+        return [f"{file}: some photographs with their masks; look whether names and colours are right"]
 
     def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
@@ -303,22 +339,59 @@ def _workers(asked: int | None, source: Source, runtime: Runtime) -> int:
     return source.default_workers(runtime.world) if asked is None else asked
 
 
-def read_presence_of(source: Source, split: Split, file: str | None, reporter: Reporter) -> Presence:
-    """The presence index, with progress where masks must be read."""
+def read_meaning(source: Source, reporter: Reporter) -> Meaning:
+    """What the masks mean; a UserError where they mean something else than incseg takes them for."""
+    with _counting(reporter, "reading the masks once") as progress:
+        meaning = check_meaning(source, progress=progress)
+    if meaning.faults:
+        more = f" (and {len(meaning.faults) - 1} more faults)" if len(meaning.faults) > 1 else ""
+        raise UserError(f"{meaning.faults[0]}{more}; incseg data check shows what the masks mean")
+    return meaning
+
+
+def fit_size(config: RunConfig) -> str:
+    """Set the input size of a run on one's own photographs by the size of their objects; says what was chosen.
+
+    A run that was begun goes on with its own size.
+    """
+    run = RunDir(config.folder)
+    if run.started:
+        there = load_run_config(config.folder)
+        config.train.crop, config.eval.size = there.train.crop, there.eval.size
+        return f"input: shorter side {config.train.crop}, as the run began"
+    source = open_source(config.data)
+    with contextlib.closing(Screen()) as reporter:
+        pixels = read_meaning(source, reporter).pixels["train"]
+    sizes = source.sizes("train")
+    sides = object_sides(pixels, sizes, dict(enumerate(source.info.classes, start=1)))
+    chosen = choose_size(sides, OWN_SIZES, [*sizes, *source.sizes("val")], CELL)
+    config.train.crop = config.eval.size = chosen.size
+    return str(chosen)
+
+
+@contextlib.contextmanager
+def _counting(reporter: Reporter, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback for progress; nothing is shown where there was nothing to do."""
     begun = False
 
     def progress(done: int, total: int) -> None:
         nonlocal begun
         if not begun:
-            reporter.begin(f"reading the {split} masks once", total)
+            reporter.begin(what, total)
             begun = True
         reporter.advance()
 
     try:
-        return presence_of(source, split, file, progress=progress)
+        yield progress
     finally:
         if begun:
             reporter.end()
+
+
+def read_presence_of(source: Source, split: Split, file: str | None, reporter: Reporter) -> Presence:
+    """The presence index, with progress where masks must be read."""
+    with _counting(reporter, f"reading the {split} masks once") as progress:
+        return presence_of(source, split, file, progress=progress)
 
 
 def _held_out(count: int, every: int | None) -> range:
@@ -372,6 +445,7 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
             folder.open(config.as_dict())
             folder.write_environment(runtime.describe())
             write_json(folder.protocol, setup.summary)
+            said += setup.write_sheet(folder.root / SHEET)
             if isinstance(reporter, Screen):
                 reporter.log_to(folder.log)
         for line in said:
@@ -406,6 +480,7 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
         title=f"{config.method['name']} on {protocol.dataset.name} {protocol.task}, {protocol.setting}, "
         f"seed {config.seed}",
         notes=setup.notes,
+        class_images=setup.class_images if config.shows_classes else None,
         start=setup.start.as_step(method, config.method["name"], reporter.say) if setup.start else None,
     )
     with contextlib.closing(board):
@@ -454,7 +529,7 @@ def _training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, 
     if (config.train.accumulate or 1) > 1:  # batch norms see micro-batches
         training["accumulate"] = config.train.accumulate
     if config.train.own_head and step:
-        training["own_head"] = True
+        training |= {"own_head": True, "calibrate": config.train.calibrate}
     if config.train.fusion and step:
         training["fusion"] = config.train.fusion
     return {**training, "schedule": config.train.for_step(step), **method.recipe(step)}
@@ -558,7 +633,7 @@ def evaluate(
             counts = evaluator.count(model, method, step)
             row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
             title = f"{config.method['name']} on {setup.protocol.dataset.name} {setup.protocol.task}, step {index}"
-            reporter.rows(title, [row], setup.notes)
+            reporter.rows(title, [row], setup.notes, setup.class_images if config.shows_classes else None)
             return row
         finally:
             reporter.close()

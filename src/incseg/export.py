@@ -138,6 +138,7 @@ def _metadata(predictor: Predictor, model: Segmenter) -> dict[str, str]:
         "palette": predictor.palette.tolist(),
         "test_size": predictor.test_size,
         "stride": model.stride,
+        "finer": model.finer,
         "unit": model.unit,
         "num_outputs": model.num_outputs,
         "method": predictor.info["method"],

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from incseg.engine.calibration import MOST_LOST, best
 from incseg.engine.forgetting import agreement, mean_new_iou
 from incseg.engine.progress import Screen, percent
 from incseg.engine.rundir import RunDir, differing_settings, read_config
@@ -25,24 +26,27 @@ from incseg.experiment import RunConfig, train
 from incseg.files import read_json, write_json
 from incseg.types import UserError
 
-MOST_LOST = 1.0
-"""Points of agreement that the old classes may lose outside the new objects."""
 NOTHING_LOST = 0.5
 """Up to so many points count as nothing."""
+NOTICED = 0.001
+"""Share of all old pixels that a class must lose to be named: a handful of pixels says nothing."""
 BATCH = 8
-UPDATES = 160
-"""Of the optimiser in every try: enough to learn a class, few enough to wait for."""
 WORSE_BY = 2.0
 """Points of IoU that an old class must lose to be warned of."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings by name; `what` says in a few words what they train."""
+    """Settings by name; `what` says in a few words what they train, `updates` how long."""
 
     name: str
     what: str
     settings: dict[str, dict[str, Any]] = field(repr=False)
+    updates: int = 0
+
+    def epochs(self, images: int) -> int:
+        """Passes over so many images that make about as many updates, and four at least."""
+        return max(4, min(100, round(self.updates / max(1, images // BATCH))))
 
     @property
     def sees_larger(self) -> bool:
@@ -50,13 +54,15 @@ class Recipe:
         return bool(self.settings.get("train", {}).get("own_head"))
 
 
-def _frozen(own_head: bool, **method: Any) -> dict[str, dict[str, Any]]:
+def _frozen(own_head: bool) -> dict[str, dict[str, Any]]:
+    """The whole model stays as it is; chosen on held-back photographs of CCP, see docs/LOG.md."""
     return {
         "model": {"freeze_backbone": True},
-        "method": {"start_score": -2.0, **method},
+        "method": {"start_score": -2.0, "class_weight": 0.5, "foreground_weight": False},
         "train": {
-            "frozen_later": "model", "own_head": own_head, "scale": None, "flip": False, "label_stride": 4,
-            "batch_size": BATCH, "accumulate": None, "lr_later": 0.3, "clip_later": 1.0, "fusion": None,
+            "frozen_later": "model", "own_head": own_head, "calibrate": True, "scale": None, "flip": False,
+            "label_stride": 4, "batch_size": BATCH, "accumulate": None, "lr_later": 0.3, "clip_later": 1.0,
+            "fusion": None,
         },
         "eval": {"batch_size": 8},
     }  # fmt: skip
@@ -64,18 +70,12 @@ def _frozen(own_head: bool, **method: Any) -> dict[str, dict[str, Any]]:
 
 AS_TRAINED = Recipe("as-trained", "the settings that the model's own later steps were trained by", {})
 LADDER = (
-    Recipe("gentle", "a classifier for the new classes; all else stays as it is", _frozen(False, class_weight=0.5)),
-    Recipe("own-head", "a head of their own for the new classes; all else stays as it is",
-           _frozen(True, class_weight=0.5)),
-    Recipe("strong", "the same, and rare classes weigh more", _frozen(True, class_weight=0.75)),
-)  # fmt: skip
+    Recipe("gentle", "a classifier for the new classes; all else stays as it is", _frozen(False), 160),
+    Recipe("own-head", "a head of their own for the new classes; all else stays as it is", _frozen(True), 160),
+    Recipe("strong", "the same, trained twice as long", _frozen(True), 320),
+)
 """From gentle to strong."""
 RECIPES = {recipe.name: recipe for recipe in (*LADDER, AS_TRAINED)}
-
-
-def epochs_for(images: int) -> int:
-    """Passes over so many images that make about UPDATES updates, and four at least."""
-    return max(4, min(80, round(UPDATES / max(1, images // BATCH))))
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,6 @@ class Outcome:
         return 100.0 if kept is None else kept
 
     @property
-    def allowed(self) -> bool:
-        return 100 - self.agreement <= MOST_LOST
-
-    @property
     def score(self) -> float:
         return mean_new_iou(self.found)
 
@@ -117,22 +113,30 @@ class Outcome:
 def choose(outcomes: Sequence[Outcome]) -> Outcome:
     """The best new classes among those that are allowed, the gentler of equals; where none is, the one that keeps
     most of the old."""
-    allowed = [outcome for outcome in outcomes if outcome.allowed]
-    if allowed:
-        return max(allowed, key=lambda outcome: outcome.score)
-    return max(outcomes, key=lambda outcome: outcome.agreement)
+    return outcomes[best([(outcome.score, outcome.agreement) for outcome in outcomes])]
 
 
 class _Plain(Screen):
-    """Without the tables of protocols: an extension has its own."""
+    """Without the tables of protocols: an extension has its own. What several tries say alike is said once."""
 
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any) -> None:
+    def __init__(self, said: set[str]) -> None:
+        super().__init__()
+        self._said = said
+
+    def say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            super().say(text)
+
+    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any, class_images: Any = None) -> None:
         pass
 
 
-def extend(tries: Sequence[Try], out: Path, screen: Callable[[], Screen] = _Plain) -> dict[str, Any]:
+def extend(tries: Sequence[Try], out: Path, screen: Callable[[], Screen] | None = None) -> dict[str, Any]:
     """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its changes.json."""
     _require_same(tries, out)
+    said: set[str] = set()
+    screen = screen or (lambda: _Plain(said))
     outcomes = []
     for number, one in enumerate(tries, start=1):
         if speaks() and len(tries) > 1:
@@ -144,10 +148,10 @@ def extend(tries: Sequence[Try], out: Path, screen: Callable[[], Screen] = _Plai
             )
     if not speaks():  # the first process alone goes on
         return {}
-    best = choose(outcomes)
-    report = {**best.found, "recipe": best.recipe.name, "tries": [outcome.summary() for outcome in outcomes]}
+    chosen = choose(outcomes)
+    report = {**chosen.found, "recipe": chosen.recipe.name, "tries": [outcome.summary() for outcome in outcomes]}
     with contextlib.closing(RunDir(out)) as run:
-        _adopt(RunDir(best.config.folder), run, {**best.config.as_dict(), "out": str(out)})
+        _adopt(RunDir(chosen.config.folder), run, {**chosen.config.as_dict(), "out": str(out)})
         write_json(run.changes, report)
     return report
 
@@ -162,13 +166,13 @@ def _require_same(tries: Sequence[Try], out: Path) -> None:
         raise UserError(f"{out} holds a run with other settings ({differing[0]}); choose another --out")
 
 
-def _adopt(best: RunDir, run: RunDir, config: dict[str, Any]) -> None:
-    """Make `run` what `best` is: the same steps, rows and results, by copies of its files."""
+def _adopt(source: RunDir, run: RunDir, config: dict[str, Any]) -> None:
+    """Make `run` what `source` is: the same steps, rows and results, by copies of its files."""
     run.open(config)
-    for file in (best.protocol, best.environment):
+    for file in (source.protocol, source.environment):
         shutil.copyfile(file, run.root / file.name)
-    shutil.copytree(best.root / "steps", run.root / "steps", dirs_exist_ok=True)
-    shutil.copyfile(best.results, run.results)  # last: the run is finished
+    shutil.copytree(source.root / "steps", run.root / "steps", dirs_exist_ok=True)
+    shutil.copyfile(source.results, run.results)  # last: the run is finished
 
 
 # --- in words ------------------------------------------------------------------------------------------------
@@ -222,10 +226,11 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
     lines = []
     for name, of_class in report["classes"].items():
         kept = agreement(of_class)
-        if kept is None or 100 - kept <= max(NOTHING_LOST, MOST_LOST):
+        lost = of_class["pixels"] - of_class["kept"]
+        if kept is None or 100 - kept <= MOST_LOST or lost < NOTICED * report["pixels"]:
             continue
         takers = sorted(of_class["taken_by"].items(), key=lambda item: -item[1])
-        to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= of_class["pixels"] - of_class["kept"] else ""
+        to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= lost else ""
         lines.append(f"{name} lost {100 - kept:.1f} % of its pixels{to}")
     for name, of_class in report["classes"].items():
         if of_class["iou"] and of_class["iou"][0] - of_class["iou"][1] > WORSE_BY:

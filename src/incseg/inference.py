@@ -141,7 +141,8 @@ class Predictor:
             raise UserError(f"tile is {tile}; this model needs tiles of at least {4 * unit} pixels")
         if image.width * image.height <= tile * tile:
             return self._run(image)
-        height, width = (math.ceil(side / self.model.stride) for side in (image.height, image.width))
+        finer = self.model.finer
+        height, width = (finer * math.ceil(side / self.model.stride / finer) for side in (image.height, image.width))
         overlap = window // 4
         total = torch.zeros(1, self.model.num_outputs, height, width, device=self.runtime.device)
         weights = torch.zeros(height, width, device=self.runtime.device)

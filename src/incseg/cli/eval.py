@@ -1,4 +1,4 @@
-"""`incseg eval`: test a saved step again, with other inference options if given."""
+"""`incseg eval`: test a saved step again, with other inference options or on other photographs if given."""
 
 from __future__ import annotations
 
@@ -11,23 +11,36 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from incseg.cli.settings import method_overrides
+from incseg.data import build_source
+from incseg.data.source import SPLITS
 from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import speaks
 from incseg.experiment import RunConfig, evaluate, load_run_config
+from incseg.inference import load
 from incseg.methods import build_method
+from incseg.score import score, score_table
 from incseg.types import UserError
 
-HELP = "test a saved model again, with other inference options if given (--method.balancing odds)"
+HELP = "test a saved model again, with other inference options, or on other labelled photographs (--data, --root)"
 PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the run is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; with --data any model")
     parser.add_argument("--step", type=int, metavar="K", help="which step's model (default: the last)")
     parser.add_argument("--root", metavar="DIR", help="folder of the dataset, where it has moved since training")
+    parser.add_argument(
+        "--data", metavar="NAME",
+        help="test on another dataset, folder, voc or ade20k, in --root: classes are matched by name, photographs are "
+        "predicted whole",
+    )  # fmt: skip
+    parser.add_argument(
+        "--split", choices=["train", "val", "all"], help="with --data: which of its photographs (default: val)"
+    )
     parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
@@ -38,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.data is not None:
+        return _on_other_photographs(args)
+    if args.split is not None:
+        raise UserError("--split is for --data NAME --root DIR; give both, or leave it out")
     config = load_run_config(args.run)
     options = method_overrides("incseg eval", config.method["name"], args.unknown)
     changed = _changed(config, options) if args.save else {}
@@ -54,6 +71,25 @@ def run(args: argparse.Namespace) -> int:
         print(f"kept in {kept}", file=sys.stderr)
     if args.json and speaks():
         print(json.dumps(row, indent=1, ensure_ascii=False))
+    return 0
+
+
+def _on_other_photographs(args: argparse.Namespace) -> int:
+    if args.save:
+        raise UserError("--save keeps tests on a run's own dataset; leave it out with --data")
+    source = build_source(args.data, root=args.root)
+    predictor = load(args.run, args.step, device=args.device or "auto", threads=args.threads)
+    options = method_overrides("incseg eval", predictor.info["method"]["name"], args.unknown)
+    if options:
+        predictor = predictor.with_options(**options)
+    splits = [split for split in SPLITS if args.split == "all" or split == (args.split or "val")]
+    console = Console(stderr=args.json, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("testing", total=None)
+        found = score(predictor, source, splits, lambda done, total: bar.update(task, completed=done, total=total))
+    console.print(score_table(found))
+    if args.json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
     return 0
 
 

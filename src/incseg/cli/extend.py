@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -12,13 +13,14 @@ from rich.console import Console
 
 from incseg.cli.settings import parse_extension
 from incseg.data.extended import Extended
-from incseg.data.presence import presence_of
+from incseg.data.pixels import PixelCounts
 from incseg.data.sizing import ChosenSize, choose_size, object_sides
+from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir, model_file, read_config
 from incseg.engine.runtime import speaks
 from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import RunConfig, open_source
+from incseg.experiment import RunConfig, open_source, read_meaning
 from incseg.extend import (
     AS_TRAINED,
     LADDER,
@@ -26,7 +28,6 @@ from incseg.extend import (
     Recipe,
     Try,
     class_table,
-    epochs_for,
     extend,
     in_words,
     tries_table,
@@ -170,7 +171,7 @@ class Asked:
         }
         if recipe is not AS_TRAINED:
             defaults["data"] |= {"fit": "whole", "empty": "learn"}
-            defaults["train"] |= {"epochs_later": epochs_for(self.num_images)}
+            defaults["train"] |= {"epochs_later": recipe.epochs(self.num_images)}
         if size := args.size or self._size_of(recipe):
             defaults["train"]["crop"] = defaults["eval"]["size"] = size
         for group, values in recipe.settings.items():
@@ -188,29 +189,29 @@ class Asked:
         return int(self.about.get("test_size", 0)) or int(self.about.get("train", {}).get("crop", 320))
 
     def _look_at_photographs(self) -> None:
-        """Count the new classes' photographs, and choose the input size by how large their objects are."""
+        """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
         start = Start(self.file, self.model, self.about)
-        data = self.config(AS_TRAINED).data
-        source = start.extended(open_source(data), self.args.classes or "joint")
-        presence = presence_of(source, "train")
+        source = start.extended(open_source(self.config(AS_TRAINED).data), self.args.classes or "joint")
+        with contextlib.closing(Screen()) as reporter:
+            pixels = read_meaning(source, reporter).pixels
         ids = {source.info.classes.index(name) + 1: name for name in source.new}
-        self.train_images = {name: sum(i in classes for classes in presence.classes) for i, name in ids.items()}
+        shown = pixels["train"].presence.classes
+        self.train_images = {name: sum(i in classes for classes in shown) for i, name in ids.items()}
         for name, count in self.train_images.items():
             if count == 0:
                 raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
-        shown = [classes for classes in presence.classes if not classes or set(ids) & set(classes)]
-        self.num_images = len(shown)
+        self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
         if self.args.size is None and not any(t.split("=")[0] in _SIZE_FLAGS for t in self.args.unknown):
-            self._choose_size(source, ids)
+            self._choose_size(source, pixels["train"], ids)
 
-    def _choose_size(self, source: Extended, ids: dict[int, str]) -> None:
+    def _choose_size(self, source: Extended, pixels: PixelCounts, ids: dict[int, str]) -> None:
         own = self.own_size
         largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
         allowed = [own * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
-        sides = object_sides(source, "train", presence_of(source, "train"), ids)
-        sizes = [*source.sizes("train"), *source.sizes("val")]
-        self.size = choose_size(sides, allowed, sizes, self.model.backbone.strides[-1])
+        sizes = source.sizes("train")
+        sides = object_sides(pixels, sizes, ids)
+        self.size = choose_size(sides, allowed, [*sizes, *source.sizes("val")], self.model.backbone.strides[-1])
         before = f" (the old classes go on to see {own})" if self.size.size != own else ""
         self.lines.append(f"{self.size}{before}")
 

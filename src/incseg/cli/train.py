@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from incseg.cli.settings import parse_run
 from incseg.engine.progress import figures_line, percent
 from incseg.engine.runtime import speaks
-from incseg.experiment import train
+from incseg.experiment import OWN_PHOTOGRAPHS, fit_size, train
 
 HELP = "learn a task step by step; the same command goes on where a run was interrupted"
 
 
+_SIZE_FLAGS = ("--train.crop", "--eval.size", "--config")
+
+
 def main(argv: Sequence[str]) -> int:
     config = parse_run("incseg train", "Learn a task step by step.", argv)
+    if config.preset == OWN_PHOTOGRAPHS and not any(token.split("=")[0] in _SIZE_FLAGS for token in argv):
+        size = fit_size(config)
+        if speaks():
+            print(size)
     try:
         results = train(config)
     except KeyboardInterrupt:
@@ -24,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
     if not speaks():
         return 0
     final = results["final"]
-    print(f"{figures_line(final)}  Avg {percent(final['avg'])}  in {results['seconds']:.0f} s")
+    if config.shows_classes:
+        print(f"mean IoU {percent(final['all'])} in {results['seconds']:.0f} s")
+    else:
+        print(f"{figures_line(final)}  Avg {percent(final['avg'])}  in {results['seconds']:.0f} s")
     print(f"run folder: {config.folder}   models: {config.folder}/steps/K/model.safetensors")
     print(f"next: incseg predict {config.folder} IMAGE… --out DIR   or   incseg eval {config.folder} --help")
     return 0

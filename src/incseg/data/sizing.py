@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from incseg.data.presence import Presence, in_threads
-from incseg.data.source import Source, Split
+from incseg.data.pixels import PixelCounts
 from incseg.data.transforms import frame_for
 
 CELLS = 3.0
 """Side of the median object on the feature map: below it objects are found, if at all, as blobs."""
-MOST_LOOKED_AT = 60
-"""Images that are read of each class, evenly spread: a median needs no more."""
+SMALL_SHARE = 0.25
+"""Of the classes that may have smaller objects: one class of tiny things does not make all others slow."""
+_MOST_NAMED = 6
 MOST_PIXELS = 400e6
 """Of all images together at the chosen size: three to four minutes of features on two cores."""
 MOST_PIXELS_EACH = 1.2e6
@@ -36,37 +36,34 @@ class ChosenSize:
             f"input: shorter side {self.size} pixels; side of the median object, in cells of the feature map: {sides}"
         )
         if self.wanted > self.size:
-            text += f" ({CELLS:g} would be better: --size {self.wanted}, which takes longer)"
+            text += f" ({CELLS:g} would be better: a size of {self.wanted}, which takes longer)"
         return text
 
 
-def object_sides(source: Source, split: Split, presence: Presence, classes: Mapping[int, str]) -> dict[str, float]:
-    """Per class, the median over images of √(pixels of the class) per pixel of the image's shorter side."""
-    shown = {i: [n for n, ids in enumerate(presence.classes) if i in ids] for i in classes}
-    wanted = {i: _spread(images, MOST_LOOKED_AT) for i, images in shown.items()}
-    images = sorted({image for some in wanted.values() for image in some})
+def object_sides(pixels: PixelCounts, sizes: Sequence[tuple[int, int]], classes: Mapping[int, str]) -> dict[str, float]:
+    """Per class, the median over the images that show it of √(its pixels) per pixel of the image's shorter side.
 
-    def counts(position: int) -> tuple[np.ndarray, int]:
-        mask = source.mask(split, images[position])
-        return np.bincount(mask.ravel(), minlength=256), min(mask.shape)
-
-    found = dict(zip(images, in_threads(counts, len(images), None, None), strict=True))
-    return {
-        name: float(np.median([math.sqrt(found[n][0][i]) / found[n][1] for n in wanted[i]]))
-        for i, name in classes.items()
-        if wanted[i]
-    }
+    sizes: (width, height) of the images. Classes that no image shows are left out.
+    """
+    shorter = np.array([min(size) for size in sizes], dtype=np.float64)
+    found = {}
+    for i, name in classes.items():
+        areas = pixels.of(i)
+        shown = areas > 0
+        if shown.any():
+            found[name] = float(np.median(np.sqrt(areas[shown]) / shorter[shown]))
+    return found
 
 
 def choose_size(
     sides: Mapping[str, float], allowed: Sequence[int], image_sizes: Sequence[tuple[int, int]], stride: int
 ) -> ChosenSize:
-    """The smallest of the `allowed` sizes, ascending, at which the median object of every class is CELLS cells wide;
-    the largest that takes no more than MOST_PIXELS where there is none.
+    """The smallest of the `allowed` sizes, ascending, at which the median objects of all classes but SMALL_SHARE of
+    them, are CELLS cells wide; the largest that takes no more than MOST_PIXELS where there is none.
 
     sides: of the objects, relative to the shorter side of an image. stride: pixels per cell.
     """
-    smallest = min(sides.values(), default=1.0)
+    smallest = float(np.quantile(list(sides.values()), SMALL_SHARE, method="lower")) if sides else 1.0
     wanted = next((size for size in allowed if smallest * size / stride >= CELLS), allowed[-1])
 
     def fits(size: int) -> bool:
@@ -75,9 +72,3 @@ def choose_size(
 
     size = max((size for size in allowed if size <= wanted and fits(size)), default=allowed[0])
     return ChosenSize(size, {name: side * size / stride for name, side in sides.items()}, wanted)
-
-
-def _spread(images: Sequence[int], most: int) -> list[int]:
-    if len(images) <= most:
-        return list(images)
-    return [images[i] for i in np.linspace(0, len(images) - 1, most).round().astype(int)]

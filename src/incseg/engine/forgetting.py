@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,68 +70,90 @@ def compare_models(
     Classes of the dataset that neither knows are background.
     """
     (before, _), (after, _) = models
-    num_old, num_labels = before.num_classes, after.num_classes + 1
-    moved = torch.zeros(num_labels, num_labels, dtype=torch.int64, device=runtime.device)
-    confusions = [torch.zeros_like(moved), torch.zeros_like(moved)]
-    showing = torch.zeros(num_labels, dtype=torch.int64)
-    num_images = 0
+    counted = zero_counts(after.num_classes, before.num_classes)
     for inputs, labels, indices in batches:
-        num_images += len(indices)
-        for one in labels:
-            here = torch.bincount(one.flatten(), minlength=256)[:num_labels]
-            showing += (here > 0).cpu()
+        counted.add_images(labels)
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
         with runtime.autocast():
             logits = [model.eval()(inputs).logits for model, _ in models]
         for rows, strips in row_strips_of_all(logits, (labels.shape[-2], labels.shape[-1])):
-            target = torch.where(labels[:, rows] == UNSEEN, BACKGROUND, labels[:, rows])
-            found = [
+            first, second = (
                 method.predict(strip, model.increments).labels
                 for strip, (model, method) in zip(strips, models, strict=True)
-            ]
-            is_new = (target > num_old) | (target == IGNORE)
-            moved += confusion_counts(found[1], torch.where(is_new, IGNORE, found[0]), num_labels)
-            for confusion, labels_found in zip(confusions, found, strict=True):
-                confusion += confusion_counts(labels_found, target, num_labels)
+            )
+            counted.add(first, second, labels[:, rows])
         reporter.advance(len(indices))
-    names = [name for increment in after.increments for name in increment.classes]
-    summary = _summary(moved.cpu(), [c.cpu() for c in confusions], showing.tolist(), names, num_old)
-    return {"images": num_images, **summary}
+    return counted.summary([name for increment in after.increments for name in increment.classes])
 
 
-def _summary(
-    moved: Tensor, confusions: Sequence[Tensor], showing: Sequence[int], names: Sequence[str], num_old: int
-) -> dict[str, Any]:
-    labelled = confusions[0].sum(1)
-    shares = [iou(confusion) for confusion in confusions]
-    new = range(num_old + 1, len(names) + 1)
+@dataclass
+class Counted:
+    """Pixels by what the model before and the one after say of them.
 
-    def percent(share: Tensor, label: int) -> float:
-        return round(100 * float(share[label]), 2)
+    moved:      (N+1, N+1) by the label before and the label after, outside the masks of new classes.
+    confusions: of both models, row = mask.
+    showing:    (N+1,) images that show each label.
+    """
 
-    classes = {}
-    for label, name in enumerate(names[:num_old], start=1):
-        row = moved[label]
-        classes[name] = {
-            **_shares(int(row.sum()), int(row[label]), int(row[num_old + 1 :].sum())),
-            "taken_by": {names[other - 1]: int(row[other]) for other in new if row[other]},
-            "iou": [percent(share, label) for share in shares] if labelled[label] else None,
-        }
-    rows = moved[1 : num_old + 1]
-    kept = int(rows[:, 1 : num_old + 1].diagonal().sum())
-    return {
-        **_shares(int(rows.sum()), kept, int(rows[:, num_old + 1 :].sum())),
-        "classes": classes,
-        "new": {
-            names[label - 1]: {
-                "images": showing[label],
-                "labelled": int(labelled[label]),
-                "predicted": int(confusions[1][:, label].sum()),
-                "iou": percent(shares[1], label) if labelled[label] else None,
+    num_old: int
+    moved: Tensor
+    confusions: tuple[Tensor, Tensor]
+    showing: Tensor
+    images: int = 0
+
+    def add_images(self, labels: Tensor) -> None:
+        self.images += len(labels)
+        for one in labels:
+            self.showing += (torch.bincount(one.flatten(), minlength=256)[: len(self.showing)] > 0).cpu()
+
+    def add(self, before: Tensor, after: Tensor, labels: Tensor) -> None:
+        """(B, H, W) learnt labels by both models, and those of the masks, UNSEEN and IGNORE among them."""
+        num_labels = len(self.moved)
+        target = torch.where(labels == UNSEEN, BACKGROUND, labels)
+        is_new = (target > self.num_old) | (target == IGNORE)
+        self.moved += confusion_counts(after, torch.where(is_new, IGNORE, before), num_labels).cpu()
+        for confusion, found in zip(self.confusions, (before, after), strict=True):
+            confusion += confusion_counts(found, target, num_labels).cpu()
+
+    def summary(self, names: Sequence[str]) -> dict[str, Any]:
+        """For JSON; `names` are those of the labels, 1 first."""
+        labelled = self.confusions[0].sum(1)
+        shares = [iou(confusion) for confusion in self.confusions]
+        num_old, new = self.num_old, range(self.num_old + 1, len(names) + 1)
+
+        def percent(share: Tensor, label: int) -> float:
+            return round(100 * float(share[label]), 2)
+
+        classes = {}
+        for label, name in enumerate(names[:num_old], start=1):
+            row = self.moved[label]
+            classes[name] = {
+                **_shares(int(row.sum()), int(row[label]), int(row[num_old + 1 :].sum())),
+                "taken_by": {names[other - 1]: int(row[other]) for other in new if row[other]},
+                "iou": [percent(share, label) for share in shares] if labelled[label] else None,
             }
-            for label in new
-        },
-    }
+        rows = self.moved[1 : num_old + 1]
+        kept = int(rows[:, 1 : num_old + 1].diagonal().sum())
+        return {
+            "images": self.images,
+            **_shares(int(rows.sum()), kept, int(rows[:, num_old + 1 :].sum())),
+            "classes": classes,
+            "new": {
+                names[label - 1]: {
+                    "images": int(self.showing[label]),
+                    "labelled": int(labelled[label]),
+                    "predicted": int(self.confusions[1][:, label].sum()),
+                    "iou": percent(shares[1], label) if labelled[label] else None,
+                }
+                for label in new
+            },
+        }
+
+
+def zero_counts(num_classes: int, num_old: int) -> Counted:
+    """Nothing counted yet, of models with these numbers of classes after and before."""
+    zero = torch.zeros(num_classes + 1, num_classes + 1, dtype=torch.int64)
+    return Counted(num_old, zero, (zero.clone(), zero.clone()), torch.zeros(num_classes + 1, dtype=torch.int64))
 
 
 def _shares(pixels: int, kept: int, new: int) -> dict[str, Any]:

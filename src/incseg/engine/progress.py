@@ -17,6 +17,8 @@ from rich.text import Text
 from incseg.metrics.continual import FIGURES
 
 _LINE_SECONDS = 15.0
+ClassImages = Mapping[str, tuple[int, int]]
+"""For each class the training and test images that show it."""
 
 
 class Reporter(ABC):
@@ -26,8 +28,10 @@ class Reporter(ABC):
     def say(self, text: str) -> None: ...
 
     @abstractmethod
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Iterable[str]) -> None:
-        """The table of steps so far."""
+    def rows(
+        self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
+    ) -> None:
+        """The table of steps so far; with `class_images` one row per class instead, as the last step tests it."""
 
     @abstractmethod
     def begin(self, what: str, total: int, done: int = 0) -> None: ...
@@ -48,7 +52,9 @@ class Silent(Reporter):
     def say(self, text: str) -> None:
         pass
 
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Iterable[str]) -> None:
+    def rows(
+        self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
+    ) -> None:
         pass
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
@@ -91,10 +97,17 @@ class Screen(Reporter):
         self.console.print(text, markup=False, soft_wrap=True)
         self._write(text)
 
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Iterable[str]) -> None:
-        self.console.print(step_table(title, rows))
-        for note in notes:
-            self.console.print(f"  {note}", markup=False, style="dim", soft_wrap=True)
+    def rows(
+        self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
+    ) -> None:
+        if class_images is None:
+            self.console.print(step_table(title, rows))
+            for note in notes:
+                self.console.print(f"  {note}", markup=False, style="dim", soft_wrap=True)
+        else:
+            self.console.print(class_table(rows[-1], class_images))
+            for line in never_predicted(rows[-1], class_images):
+                self.say(line)
         for row in rows[-1:]:
             self._write(f"step {row['index']}: " + figures_line(row))
 
@@ -156,3 +169,28 @@ def step_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
         cells = [percent(row[name]) for name in FIGURES]
         table.add_row(str(row["index"]), Text(", ".join(row["classes"])), str(row["train_images"]), *cells, auroc)
     return table
+
+
+def class_table(row: Mapping[str, Any], class_images: ClassImages) -> Table:
+    """One row per class: the photographs that show it, and its IoU on those that were not learnt from."""
+    table = Table(title=Text("IoU on held-back photographs"), title_justify="left", header_style="bold")
+    table.add_column("class")
+    for name in ("learnt from", "tested on", "IoU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, share in row["iou"].items():
+        trained, tested = class_images.get(name, ("", ""))
+        table.add_row(Text(name), str(trained), str(tested), percent(share))
+    return table
+
+
+def never_predicted(row: Mapping[str, Any], class_images: ClassImages) -> list[str]:
+    """A line for each class that the model was tested on and never found."""
+    lines = []
+    for name, share in row["iou"].items():
+        trained, tested = class_images.get(name, (0, 0))
+        if share == 0 and tested:
+            reason = f"{trained} photographs are few, so add some" if trained < 20 else "its objects may be too small"
+            lines.append(
+                f"warning: {name} was not found on any of {tested} photographs: {reason}, or try twice the size"
+            )
+    return lines

@@ -7,7 +7,9 @@ log.txt                 what was printed
 steps/K/model.safetensors, state.safetensors, confusion.npy, row.json (written last: the step is done)
 checkpoint.safetensors  the step under way
 results.json            the end: final figures, every step's row, rules, seconds
-changes.json            of a run that began with a model: what became of the classes it knew
+changes.json            of a run that began with a model: what it did to the classes that the model knew
+photographs.png         of one's own photographs: a contact sheet, some with their masks
+tries/NAME/             of incseg extend: the runs of all recipes that were tried; the best is the run itself
 retests/NAME.json       a step tested again with other inference options (incseg eval --save)
 tensorboard/            where tensorboard is installed
 .lock                   which process works in it; held only as long as that process lives
@@ -39,6 +41,7 @@ MAY_DIFFER = {
     "preset",
     "threads",
     "reuse",
+    "table",
     "data.cache",
     "train.workers",
     "train.checkpoint_seconds",

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from incseg.data.feeds import Feed
 from incseg.data.views import EpochOrder
 from incseg.engine.board import Board
+from incseg.engine.calibration import calibrate
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.evaluator import Evaluator
 from incseg.engine.progress import Reporter
@@ -61,6 +62,8 @@ class TrainConfig:
             it: the new classes then get a classifier only, or a head of their own (own_head).
         own_head: where the whole model is frozen, give the classes of a later step a head of their own, which starts
             as a copy of the first. The old classes' scores stay what they were, to the last bit.
+        calibrate: after a step that left the whole model frozen, shift the scores of its classes so that held-back
+            images are labelled best. Not for benchmarks: it looks at the images that the test counts.
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
             becomes `crop` and the centre is taken, as in the test.
@@ -87,6 +90,7 @@ class TrainConfig:
     power: float = 0.9
     frozen_later: Frozen = "nothing"
     own_head: bool = False
+    calibrate: bool = False
     crop: int = 512
     scale: tuple[float, float] | None = (0.5, 2.0)
     label_stride: int = 1
@@ -159,6 +163,8 @@ class Trainer:
     title: str = ""
     notes: Sequence[str] = ()
     """What is printed above and below the table of steps."""
+    class_images: Mapping[str, tuple[int, int]] | None = None
+    """For a table with one row per class: the training and test images that show each."""
     start: Kept | None = None
     """Step 0, where it was learnt elsewhere."""
 
@@ -267,7 +273,16 @@ class Trainer:
         if self.train.fusion == "ewf" and teacher is not None:
             fuse(self.model, teacher, fusion_share(len(step.new), len(step.seen)))
         self.method.end_step(context)
+        if self.train.calibrate and self.train.frozen_later == "model" and step.index and self.feed.test_images:
+            self._calibrate(step)
         return progress
+
+    def _calibrate(self, step: Step) -> None:
+        images, config = len(self.feed.test_images), self.evaluator.config
+        self.reporter.begin("calibrating", images)
+        batches = self.feed.testing(step, range(images), config.batch_size if config.size else 1)
+        calibrate(self.model, self.method, batches, self.runtime, self.reporter)
+        self.reporter.end()
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
         self.method.load_state({name: tensor.to(self.runtime.device) for name, tensor in state.items()})
@@ -425,7 +440,7 @@ class Trainer:
         write_record(self.folder.row(step.index), row)
         self.folder.checkpoint.unlink(missing_ok=True)
         self.board.row(row, self._epochs_before(step.index + 1))
-        self.reporter.rows(self.title, self.folder.rows(), self.notes)
+        self.reporter.rows(self.title, self.folder.rows(), self.notes, self.class_images)
 
     def _epochs_before(self, step: int) -> int:
         return sum(self.train.for_step(index)[0] for index in range(step))

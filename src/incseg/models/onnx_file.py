@@ -50,6 +50,7 @@ class OnnxNetwork:
         check_extra(self.about)
         self.num_outputs = int(about["num_outputs"])
         self.stride = int(about["stride"])
+        self.finer = int(about.get("finer", 1))
         self.unit = int(about.get("unit", self.config.output_stride))
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()

@@ -24,6 +24,9 @@ from incseg.types import Increment, Inputs, Output, UserError
 CLASSIFIER_STD = 0.01
 """Small weights and zero bias: a new class starts undecided (PAPER.md section 2)."""
 
+FINER = 4
+"""Scores of heads that see the image at different sizes meet on a grid so much finer than the features. Interpolated
+straight to the features' grid and then to the image, small objects of the old classes would be smoothed away."""
 Frozen = Literal["nothing", "statistics", "head", "model"]
 
 
@@ -113,9 +116,14 @@ class Segmenter(nn.Module):
         return self.num_classes + (self.background_output and bool(self.increments))
 
     @property
+    def finer(self) -> int:
+        """How many times finer than the features the logits are, where heads of several sizes come together."""
+        return FINER if self.heads else 1
+
+    @property
     def stride(self) -> int:
         """Pixels of the image per position of the logits."""
-        return self.backbone.strides[self._stages_read()[0]] * min(self.shrinks)
+        return self.backbone.strides[self._stages_read()[0]] * min(self.shrinks) // self.finer
 
     @property
     def unit(self) -> int:
@@ -213,12 +221,12 @@ class Segmenter(nn.Module):
         embedding = self._embedding(0, features[self.shrinks[0]])
         if not self.heads:
             return Output(self._classified(embedding, range(len(self.classifiers))), embedding, stages)
-        finest = features[min(self.shrinks)][0].shape[-2:]
+        height, width = features[min(self.shrinks)][0].shape[-2:]
         by_increment: dict[int, Tensor] = {}
         for head, shrink in enumerate(self.shrinks):
             own = [index for index, increment in enumerate(self.increments) if increment.head == head]
             read = embedding if head == 0 else self._embedding(head, features[shrink])
-            logits = resized(self._classified(read, own), finest)
+            logits = resized(self._classified(read, own), (FINER * height, FINER * width))
             widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
             by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
         return Output(torch.cat([by_increment[i] for i in range(len(self.increments))], 1), embedding, stages)

@@ -1,0 +1,88 @@
+"""How well a model does on any labelled photographs, class by class: classes are matched by their names.
+
+Every photograph is predicted as `incseg predict` does it, whole and at its own size, so the figures are those of what
+a person gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from incseg.data.extended import folded
+from incseg.data.source import Source, Split
+from incseg.engine.progress import percent
+from incseg.inference import Predictor
+from incseg.metrics.confusion import confusion_counts, iou
+from incseg.types import BACKGROUND, IGNORE, UserError
+
+
+def score(
+    predictor: Predictor, source: Source, splits: Sequence[Split], progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """IoU per class that both know, over all photographs of the splits together; for JSON.
+
+    Classes of the dataset that the model does not know are background. A class that only the model knows has no IoU of
+    its own; where it is predicted on an object of another class, it costs that one.
+    """
+    label_of = {folded(name): label for label, name in enumerate(predictor.classes)}
+    table = np.full(256, IGNORE, dtype=np.uint8)
+    table[BACKGROUND] = BACKGROUND if source.info.has_background else IGNORE
+    shared: dict[int, str] = {}
+    for number, name in enumerate(source.info.classes, start=1):
+        label = label_of.get(folded(name), BACKGROUND)
+        table[number] = label if label or source.info.has_background else IGNORE
+        if label:
+            shared[label] = name
+    if not shared:
+        raise UserError(
+            f"the model knows none of the classes of {source.info.name}; they are {_some(source.info.classes)}, and it "
+            f"knows {_some(predictor.classes[1:])}"
+        )
+    pairs = [(split, index) for split in splits for index in range(len(source.names(split)))]
+    if not pairs:
+        raise UserError(f"{source.info.name} has no photograph in {' and '.join(splits)}; choose another --split")
+    num_labels = len(predictor.classes)
+    confusion = torch.zeros(num_labels, num_labels, dtype=torch.int64)
+    images = np.zeros(num_labels, dtype=np.int64)
+    for done, (split, index) in enumerate(pairs, start=1):
+        photograph, mask = source.pair(split, index)
+        target = table[mask]
+        found = predictor.predict(photograph).labels
+        confusion += confusion_counts(torch.from_numpy(found), torch.from_numpy(target), num_labels)
+        images += np.bincount(target.ravel(), minlength=256)[:num_labels] > 0
+        if progress is not None:
+            progress(done, len(pairs))
+    shares = iou(confusion)
+    labels = [BACKGROUND, *shared] if source.info.has_background else [*shared]
+    classes = {
+        predictor.classes[label]: {
+            "images": int(images[label]),
+            "iou": round(100 * float(shares[label]), 2) if images[label] else None,
+        }
+        for label in sorted(labels)
+    }
+    known = [one["iou"] for one in classes.values() if one["iou"] is not None]
+    return {"images": len(pairs), "mean": round(sum(known) / len(known), 2) if known else None, "classes": classes}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+
+
+def score_table(found: dict[str, Any]) -> Table:
+    """One row per class, and their mean."""
+    table = Table(title=Text(f"IoU on {found['images']} photographs"), title_justify="left", header_style="bold")
+    table.add_column("class")
+    table.add_column("photographs", justify="right")
+    table.add_column("IoU", justify="right")
+    for name, one in found["classes"].items():
+        table.add_row(Text(name), str(one["images"]), percent(one["iou"]))
+    table.add_section()
+    table.add_row("mean", "", percent(found["mean"]))
+    return table
