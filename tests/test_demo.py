@@ -319,6 +319,7 @@ def test_no_image(server, name):
     status, _, body = upload(server, NO_IMAGES[name])
     assert status == 422
     assert ("64,000,000" in error_of(body)) == (name in ("bomb", "large", "between Pillow's limits", "wide"))
+    assert "0x" not in error_of(body), "an address in memory helps nobody"
 
 
 def test_an_empty_file(server):

@@ -220,6 +220,7 @@ def report_blocks(
             gallery = open_gallery(section, images, root, folder, loaded, say)
         except _FAILURES as error:
             why = f"Pictures, reliability and the curves of unknown classes are left out: {_one_line(error)}."
+            say(f"warning: {section.title}: {why}")
             found.append([Block("Test images", [why])])
             continue
         found.append(blocks(gallery))

@@ -21,6 +21,8 @@ from incseg.data.source import Split
 from incseg.types import IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+UNREADABLE_SUFFIXES = (".heic", ".heif", ".avif", ".gif", ".jfif", ".jp2", ".dng", ".cr2", ".nef", ".arw")
+"""Photographs in formats that are not read: they are reported, not skipped in silence."""
 VAL_SHARE = 5
 """Without lists, one image in so many is for testing."""
 
@@ -38,12 +40,17 @@ class Folder(FileSource):
 
     def __init__(self, root: PathLike, classes_file: PathLike | None = None, void: int = IGNORE) -> None:
         self.root = Path(root).expanduser()
+        if not self.root.is_dir():
+            problem = "is a file" if self.root.exists() else "does not exist"
+            raise UserError(f"the dataset folder '{root}' {problem}; give the place where it is now with --root DIR")
         classes = read_classes(classes_file or self.root / "classes.txt")
         self.info = DatasetInfo("folder", classes, has_background=True)
         self.void = _checked_void(void, len(classes))
         self.notes: list[str] = []
         images = _by_stem(self.root / "images", IMAGE_SUFFIXES)
         masks = _by_stem(self.root / "masks", (".png",))
+        if note := unreadable_note((self.root / "images").iterdir()):
+            self.notes.append(f"folder: {note}")
         if unused := masks.keys() - images.keys():
             self.notes.append(f"folder: {len(unused)} masks without an image are left out ('{min(unused)}' …)")
         self._files = {split: self._pairs(split, names, images, masks) for split, names in self._splits(images).items()}
@@ -99,6 +106,15 @@ def read_classes(path: PathLike) -> tuple[str, ...]:
     if not 1 <= len(names) <= MAX_CLASSES:
         raise FileError(path, f"it has {len(names)} classes", f"name 1 to {MAX_CLASSES}, one per line")
     return tuple(without_duplicates(names, path))
+
+
+def unreadable_note(files: Iterable[Path]) -> str:
+    """A line where some of the files are photographs in a format that is not read, else nothing."""
+    left_out = sorted(file.name for file in files if file.suffix.lower() in UNREADABLE_SUFFIXES)
+    if not left_out:
+        return ""
+    some = f"{len(left_out)} file{'s' * (len(left_out) != 1)}"
+    return f"{some} left out ({_first_three(left_out)}): convert to JPEG or PNG; known are {', '.join(IMAGE_SUFFIXES)}"
 
 
 def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:
