@@ -543,8 +543,17 @@ def evaluate(
             evaluator = setup.evaluator(feed, config.eval, runtime, reporter)
             counts = evaluator.count(model, method, step)
             row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
+            notes = [*setup.notes, *_other_images(run.rows()[index], row)]
             title = f"{config.method['name']} on {setup.protocol.dataset.name} {setup.protocol.task}, step {index}"
-            reporter.rows(title, [row], setup.notes)
+            reporter.rows(title, [row], notes)
             return row
         finally:
             reporter.close()
+
+
+def _other_images(trained: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """A warning where a model is tested on another number of images than after its training."""
+    was, now = trained.get("test_images"), row["test_images"]
+    if was in (None, now):
+        return []
+    return [f"warning: tested on {now} images, after training on {was}: the data has changed, so figures differ"]
