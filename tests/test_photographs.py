@@ -164,7 +164,8 @@ class Chain:
 
     @property
     def classes(self) -> list[str]:
-        return class_names(self.old + sum(self.new))
+        """In the order of learning: the last of the dataset first, so that ids of models are not the dataset's."""
+        return class_names(self.old + sum(self.new))[::-1]
 
     def learnt(self, extensions: int) -> list[str]:
         return self.classes[: self.old + sum(self.new[:extensions])]
