@@ -556,4 +556,4 @@ def _other_images(trained: dict[str, Any], row: dict[str, Any]) -> list[str]:
     was, now = trained.get("test_images"), row["test_images"]
     if was in (None, now):
         return []
-    return [f"warning: tested on {now} images, after training on {was}: the data has changed, so figures differ"]
+    return [f"warning: this test has {now} images, that after training had {was}: their figures cannot be compared"]
