@@ -1,11 +1,19 @@
-"""Run folders of random models for the demo's tests: as training leaves them, without the training."""
+"""Run folders of random models for the demo's tests: as training leaves them, without the training; and its command."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from browser import until
 
+from incseg.cli import main
 from incseg.data.shapes import Shapes
 from incseg.engine.rundir import RunDir
 from incseg.files import write_json, write_text
@@ -44,3 +52,27 @@ def random_run(folder: Path, method: str = "evidential", dataset: str = "shapes"
         save_segmenter(run.model(step), model.eval(), about)
         write_json(run.row(step), {"index": step})
     return folder
+
+
+def demo_until_signal(
+    arguments: list[str], number: int, capsys: pytest.CaptureFixture[str], visit: Callable[[str], Any]
+) -> tuple[int, str]:
+    """Exit code and output of the command, which is visited at its address and then gets a signal."""
+    shown: list[str] = []
+
+    def address() -> str | None:
+        shown.append(capsys.readouterr().out)
+        found = re.search(r"http://\S+", "".join(shown))
+        return found and found[0]
+
+    def visit_and_stop() -> None:
+        try:
+            visit(until(address, "the address is printed"))
+        finally:
+            os.kill(os.getpid(), number)
+
+    with ThreadPoolExecutor(1) as pool:
+        visitor = pool.submit(visit_and_stop)
+        code = main(["demo", *arguments])
+        visitor.result()
+    return code, "".join(shown) + capsys.readouterr().out

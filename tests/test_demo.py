@@ -6,7 +6,6 @@ import gc
 import http.client
 import io
 import json
-import os
 import re
 import signal
 import socket
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 from browser import until
-from demo_runs import SIZE, STEPS, random_run
+from demo_runs import SIZE, STEPS, demo_until_signal, random_run
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -319,6 +318,7 @@ def test_no_image(server, name):
     status, _, body = upload(server, NO_IMAGES[name])
     assert status == 422
     assert ("64,000,000" in error_of(body)) == (name in ("bomb", "large", "between Pillow's limits", "wide"))
+    assert "0x" not in error_of(body), "an address in memory helps nobody"
 
 
 def test_an_empty_file(server):
@@ -709,30 +709,6 @@ def test_closing_ends_what_is_under_way(models, monkeypatch):
 
 
 # The command
-
-
-def demo_until_signal(
-    arguments: list[str], number: int, capsys: pytest.CaptureFixture[str], visit: Callable[[str], Any]
-) -> tuple[int, str]:
-    """Exit code and output of the command, which is visited at its address and then gets a signal."""
-    shown: list[str] = []
-
-    def address() -> str | None:
-        shown.append(capsys.readouterr().out)
-        found = re.search(r"http://\S+", "".join(shown))
-        return found and found[0]
-
-    def visit_and_stop() -> None:
-        try:
-            visit(until(address, "the address is printed"))
-        finally:
-            os.kill(os.getpid(), number)
-
-    with ThreadPoolExecutor(1) as pool:
-        visitor = pool.submit(visit_and_stop)
-        code = main(["demo", *arguments])
-        visitor.result()
-    return code, "".join(shown) + capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

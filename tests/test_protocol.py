@@ -151,6 +151,16 @@ def test_own_task_is_written_so_that_it_parses_again(name):
         assert (again.task, again.groups) == (protocol.task, protocol.groups)
 
 
+def test_one_class_alone_is_written_by_its_name():
+    assert Protocol(TOY, [["circle"]], "overlapped").task == "circle"
+    assert Protocol(TOY, "circle", "overlapped").task == "circle"
+
+
+def test_a_mistyped_class_gets_the_nearest():
+    with pytest.raises(UserError, match=r"unknown task 'circel'; did you mean 'circle'\?"):
+        Protocol(TOY, "circel", "overlapped")
+
+
 def test_joint_setting_makes_one_step_and_remembers_the_groups():
     protocol = Protocol(VOC, "15-5", "joint")
     assert protocol.steps == Protocol(VOC, "joint", "overlapped").steps

@@ -14,6 +14,7 @@ from PIL import Image
 
 from incseg.data.ade20k import ADE20K_INFO, ADE20k
 from incseg.data.check import check
+from incseg.data.export import export
 from incseg.data.files import FileError, as_rgb, list_file, read_image, read_mask
 from incseg.data.folder import Folder, hash_split, read_classes
 from incseg.data.source import Source, voc_palette
@@ -406,6 +407,35 @@ def test_folder_without_images_or_classes(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(UserError, match=r"has no files of type \.jpg"):
         Folder(tmp_path, classes_file=tmp_path / "names.txt")
+
+
+def test_a_dataset_folder_that_is_gone_is_named_with_the_flag_that_helps(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"folder '.*moved' does not exist; .*--root DIR"):
+        Folder(tmp_path / "moved")
+    write_text(tmp_path / "file", "")
+    with pytest.raises(UserError, match="is a file"):
+        Folder(tmp_path / "file")
+
+
+def test_photographs_of_other_formats_are_reported(tmp_path: Path) -> None:
+    root = make_folder(tmp_path)
+    write_text(root / "images" / "IMG_1.HEIC", "")
+    write_text(root / "images" / "Thumbs.db", "")
+    notes = [note for note in Folder(root).notes if "left out" in note]
+    assert len(notes) == 1
+    assert "1 file left out ('IMG_1.HEIC'): convert to JPEG or PNG" in notes[0]
+
+
+def test_a_dataset_is_not_exported_onto_itself(tmp_path: Path) -> None:
+    """The export writes PNGs: beside photographs of other formats they would make every name double."""
+    root = make_folder(tmp_path / "mine")
+    before = {file: file.read_bytes() for file in sorted(root.rglob("*.png"))}
+    (tmp_path / "link").symlink_to(root)
+    for out in (root, tmp_path / "link", root / ".." / "mine"):
+        with pytest.raises(UserError, match=r"images', and the export would replace it; choose another --out"):
+            export(Folder(root), out)
+    assert {file: file.read_bytes() for file in sorted(root.rglob("*.png"))} == before
+    assert export(Folder(root), tmp_path / "copy") == 3
 
 
 # --- all of them -----------------------------------------------------------------------------------------

@@ -308,6 +308,28 @@ def test_runs_are_grouped_over_seeds_only(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_folders_of_different_data_are_different_datasets(tmp_path: Path) -> None:
+    """Runs on two folders are not two seeds of one, nor is one of them left out as a copy of the other."""
+    for name, seed, root in (("a", 42, "/mine/cats"), ("b", 7, "/mine/dogs"), ("c", 42, "/mine/dogs/")):
+        changed = {"data.root": root}
+        write_run(tmp_path / f"runs/{name}", dataset="folder", preset="folder", seed=seed, settings=changed)
+    warned: list[str] = []
+    groups = group(read(tmp_path / "runs"), warned.append)
+    assert {one.first.dataset: one.seeds for one in groups} == {"folder cats": [42], "folder dogs": [7, 42]}
+    assert warned == []
+
+
+def test_of_two_extensions_that_only_differ_in_their_model_the_reason_is_given(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = write_run(tmp_path / f"runs/{name}")
+        with (folder / "config.yaml").open("a") as config:
+            config.write(f"start: runs/first-{name}\n")
+    warned: list[str] = []
+    group(read(tmp_path / "runs"), warned.append)
+    assert len(warned) == 1
+    assert "extends another model" in warned[0]
+
+
 # --- the table -----------------------------------------------------------------------------------------------
 
 GOLDEN = """\

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from small_runs import evaluated_again, quiet, rows_of, small_config
 
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
+from incseg.experiment import evaluate, train
+from incseg.models.files import load_segmenter, save_segmenter
 from incseg.types import UserError
 
 
@@ -35,6 +37,20 @@ def test_one_image_is_repeated_to_fill_a_batch(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", task="joint", data={"train_limit": 1}, train={"batch_size": 4, "epochs": 1})
     train(config, quiet)
     assert rows_of(config.folder)[0]["train_images"] == 1
+
+
+def test_a_model_that_diverged_is_named(tmp_path: Path) -> None:
+    """The last update can leave weights with which training was still finite and the test is not."""
+    config = small_config(tmp_path / "run", task="joint", train={"epochs": 1})
+    train(config, quiet)
+    file = RunDir(config.folder).model(0)
+    model, about = load_segmenter(file)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1e30)
+    save_segmenter(file, model, about)
+    with pytest.raises(UserError, match=r"step 0: the model's scores are not finite.*lower the learning rate"):
+        evaluate(config.folder, screen=quiet)
 
 
 def test_a_step_without_images_is_named(tmp_path: Path) -> None:

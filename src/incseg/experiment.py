@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -238,7 +238,7 @@ class Setup:
         for step in protocol.steps:
             allowed = set(protocol.test_images(step, test.classes))
             counted.append([image in allowed for image in test_images])
-        notes = [*source.notes, *protocol.describe_rules()]
+        notes = [*source.notes, *([] if config.shows_classes else protocol.describe_rules())]
         if held_out:
             notes.append(f"tested on {len(held_out)} held-out training images, not on the test set")
         if config.data.train_limit or config.data.val_limit:
@@ -275,16 +275,6 @@ class Setup:
             if train < FEW_IMAGES:
                 lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
         return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
-
-    def write_sheet(self, file: Path) -> list[str]:
-        """A contact sheet of one's own photographs, once; returns what to say of it."""
-        if not self.pixels or file.exists():
-            return []
-        try:
-            save_sheet(contact_sheet(self.source, self.pixels), file)
-        except (UserError, OSError) as error:  # a picture to look at, not a reason to stop
-            return [f"no contact sheet was written ({error})"]
-        return [f"{file}: some photographs with their masks; look whether names and colours are right"]
 
     def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
@@ -347,6 +337,18 @@ def read_meaning(source: Source, reporter: Reporter) -> Meaning:
         more = f" (and {len(meaning.faults) - 1} more faults)" if len(meaning.faults) > 1 else ""
         raise UserError(f"{meaning.faults[0]}{more}; incseg data check shows what the masks mean")
     return meaning
+
+
+def write_sheet(source: Source, pixels: Mapping[Split, PixelCounts], file: Path) -> list[str]:
+    """A contact sheet of one's own photographs, once; returns what to say of it."""
+    if not pixels or file.exists():
+        return []
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_sheet(contact_sheet(source, pixels), file)
+    except (UserError, OSError) as error:  # a picture to look at, not a reason to stop
+        return [f"no contact sheet was written ({error})"]
+    return [f"{file}: some photographs with their masks; look whether names and colours are right"]
 
 
 def fit_size(config: RunConfig) -> str:
@@ -445,7 +447,8 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
             folder.open(config.as_dict())
             folder.write_environment(runtime.describe())
             write_json(folder.protocol, setup.summary)
-            said += setup.write_sheet(folder.root / SHEET)
+            if setup.start is None:  # incseg extend writes its own, once for all tries
+                said += write_sheet(setup.source, setup.pixels, folder.root / SHEET)
             if isinstance(reporter, Screen):
                 reporter.log_to(folder.log)
         for line in said:
@@ -632,8 +635,17 @@ def evaluate(
             evaluator = setup.evaluator(feed, config.eval, runtime, reporter)
             counts = evaluator.count(model, method, step)
             row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
+            notes = [*setup.notes, *_other_images(run.rows()[index], row)]
             title = f"{config.method['name']} on {setup.protocol.dataset.name} {setup.protocol.task}, step {index}"
-            reporter.rows(title, [row], setup.notes, setup.class_images if config.shows_classes else None)
+            reporter.rows(title, [row], notes, setup.class_images if config.shows_classes else None)
             return row
         finally:
             reporter.close()
+
+
+def _other_images(trained: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """A warning where a model is tested on another number of images than after its training."""
+    was, now = trained.get("test_images"), row["test_images"]
+    if was in (None, now):
+        return []
+    return [f"warning: this test has {now} images, that after training had {was}: their figures cannot be compared"]

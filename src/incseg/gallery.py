@@ -220,6 +220,7 @@ def report_blocks(
             gallery = open_gallery(section, images, root, folder, loaded, say)
         except _FAILURES as error:
             why = f"Pictures, reliability and the curves of unknown classes are left out: {_one_line(error)}."
+            say(f"warning: {section.title}: {why}")
             found.append([Block("Test images", [why])])
             continue
         found.append(blocks(gallery))
@@ -306,8 +307,9 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
                 counts[other][method.label] = (index_of[method.label], found)
     if not gallery.source.info.has_background:
         del counts["background"]
+    counts = {other: by_method for other, by_method in counts.items() if by_method}  # no panel without a curve
     texts: list[str] = []
-    if any(counts.values()):
+    if counts:
         caption = (
             f"Does the model know what it does not know? The models after step 0 on {few}: pixels of classes that are "
             "learnt in later steps, told from pixels of learnt classes by the uncertainty u, and from true background "
@@ -374,7 +376,10 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
 
 
 def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 3 and its supplement's."""
+    """The paper's figure 3 and its supplement's; without figures where no image shows a learnt class."""
+    title = "Method against method" if len(methods) > 1 else "Hardest and best"
+    if not chosen:
+        return Block(title, [])
     rows = []
     for name, photo in chosen.items():
         tiles = list(_photo_tiles(gallery, photo))
@@ -384,7 +389,6 @@ def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, 
         rows.append(Row(tiles, name))
     names = "; ".join(f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items())
     caption = f"The paper's figure 3: predictions after the last step, with each image's score. From above: {names}."
-    title = "Method against method" if len(methods) > 1 else "Hardest and best"
     return Block(title, [], [gallery.keep("methods", caption, rows)])
 
 
@@ -420,11 +424,13 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
 def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
     """The supplement's figure: an image after the last step of different tasks on the same test images."""
     found = []
-    by_photos: dict[tuple[str, ...], list[Gallery]] = {}
+    by_photos: dict[tuple[Any, ...], list[Gallery]] = {}
     for gallery in galleries:
         if gallery.section.main.label in gallery.looks:
-            names = (gallery.section.dataset, *(photo.name for photo in gallery.photos))
-            by_photos.setdefault(names, []).append(gallery)
+            # An extended model has ids of its own: what is 4 there may be another class, or none, elsewhere.
+            classes = tuple(gallery.classes.names.items())
+            key = (gallery.section.dataset, classes, *(photo.name for photo in gallery.photos))
+            by_photos.setdefault(key, []).append(gallery)
     for (dataset, *_), members in by_photos.items():
         first = members[0]
         main = first.section.main.label

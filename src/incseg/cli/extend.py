@@ -20,7 +20,7 @@ from incseg.engine.rundir import RunDir, model_file, read_config
 from incseg.engine.runtime import speaks
 from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import RunConfig, open_source, read_meaning
+from incseg.experiment import SHEET, RunConfig, open_source, read_meaning, write_sheet
 from incseg.extend import (
     AS_TRAINED,
     LADDER,
@@ -44,6 +44,8 @@ _FULL = "folder-full"
 """The preset that a model takes whose file does not tell how it was trained."""
 _SIZE_FLAGS = ("--train.crop", "--eval.size")
 AUTO = "auto"
+_OF_RECIPES = "evidential"
+"""The method that can add classes to a model that stays as it is."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,16 +134,20 @@ class Asked:
             )
         method = trained_by if args.method in (None, trained_by["name"]) else {"name": args.method}
         require_trusted(file, method["name"], args.method)
+        if args.recipe not in (AUTO, AS_TRAINED.name) and method["name"] != _OF_RECIPES:
+            raise UserError(
+                f"--recipe {args.recipe} is for the method {_OF_RECIPES}, and the model is of {method['name']}; leave "
+                f"it out, or give --method {_OF_RECIPES}"
+            )
         asked = Asked(args, file, model, about, method)
-        if asked.recipes != (AS_TRAINED,):
-            asked._look_at_photographs()
+        asked._look_at_photographs()
         return asked
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
         if self.args.recipe != AUTO:
             return (RECIPES[self.args.recipe],)
-        return LADDER if self.method["name"] == "evidential" else (AS_TRAINED,)
+        return LADDER if self.method["name"] == _OF_RECIPES else (AS_TRAINED,)
 
     def tries(self) -> list[Try]:
         """One for each recipe; recipes that the given flags make alike are tried once."""
@@ -202,7 +208,9 @@ class Asked:
                 raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
-        if self.args.size is None and not any(t.split("=")[0] in _SIZE_FLAGS for t in self.args.unknown):
+        self.lines += write_sheet(source, pixels, Path(self.args.out) / SHEET) if speaks() else []
+        given = self.args.size is not None or any(t.split("=")[0] in _SIZE_FLAGS for t in self.args.unknown)
+        if not given and self.recipes != (AS_TRAINED,):
             self._choose_size(source, pixels["train"], ids)
 
     def _choose_size(self, source: Extended, pixels: PixelCounts, ids: dict[int, str]) -> None:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from incseg.cli.main import is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.data.files import FileError
-from incseg.data.folder import IMAGE_SUFFIXES
+from incseg.data.folder import IMAGE_SUFFIXES, unreadable_note
 from incseg.export import with_onnx
 from incseg.files import replacing, write_array, write_json
 from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, load, open_image
@@ -186,6 +186,8 @@ def find_images(given: Iterable[str], out: Path) -> list[Path]:
 def _expanded(item: str) -> list[Path]:
     path = Path(item)
     if path.is_dir():
+        if note := unreadable_note(path.iterdir()):
+            print(f"warning: {path}: {note}", file=sys.stderr)
         return _images_among(path.iterdir(), f"the folder '{item}'")
     if path.exists():
         return [path]

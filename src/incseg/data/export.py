@@ -7,9 +7,11 @@ from pathlib import Path
 
 from PIL import Image
 
+from incseg.data.files import FileSource
 from incseg.data.presence import Progress
 from incseg.data.source import SPLITS, Source, Split
 from incseg.files import replacing, write_text
+from incseg.types import UserError
 
 
 def export(
@@ -20,6 +22,7 @@ def export(
     progress: Progress | None = None,
 ) -> int:
     """Write the first `limit` pairs of each split to `out`; returns how many were written."""
+    _require_elsewhere(source, out)
     chosen = [(split, i) for split in splits for i in range(len(source.names(split)))[:limit]]
     palette = source.palette.flatten().tolist()
     for done, (split, index) in enumerate(chosen, start=1):
@@ -38,3 +41,16 @@ def export(
     lines = ("background", *source.info.classes) if source.info.has_background else source.info.classes
     write_text(out / "classes.txt", "".join(f"{name}\n" for name in lines))
     return len(chosen)
+
+
+def _require_elsewhere(source: Source, out: Path) -> None:
+    """Refuse a folder that the dataset itself is read from: its images and masks would be replaced."""
+    if not isinstance(source, FileSource):
+        return
+    files = [file for split in SPLITS for file in (*source.files(split).images, *source.files(split).masks)]
+    read_from = {folder.resolve() for folder in {file.parent for file in files}}
+    for folder in (out / "images", out / "masks"):
+        if folder.resolve() in read_from:
+            raise UserError(
+                f"the dataset is read from '{folder}', and the export would replace it; choose another --out"
+            )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 
 from incseg.data.source import Source, Split
@@ -288,6 +288,10 @@ def _opened(
         raise
     except FileNotFoundError:
         raise FileError(path, "no such file", "restore it, or take its name off the list", MISSING) from None
+    except UnidentifiedImageError as error:  # Pillow's message repeats the path, or of bytes gives an address
+        allowed = f"; allowed are {', '.join(formats)}" if formats else ""
+        cause = f"its format is not known{allowed}"
+        raise FileError(path, f"cannot be read as an image ({cause})", "export or copy it again") from error
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
         cause = " ".join(str(error).split()) or type(error).__name__
         fault = f"cannot be read as an image ({cause})"

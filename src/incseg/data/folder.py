@@ -21,6 +21,8 @@ from incseg.data.source import Split
 from incseg.types import IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+UNREADABLE_SUFFIXES = (".heic", ".heif", ".avif", ".gif", ".jfif", ".jp2", ".dng", ".cr2", ".nef", ".arw")
+"""Photographs in formats that are not read: they are reported, not skipped in silence."""
 VAL_SHARE = 5
 """Without lists, one image in so many is for testing."""
 
@@ -38,6 +40,9 @@ class Folder(FileSource):
 
     def __init__(self, root: PathLike, classes_file: PathLike | None = None, void: int = IGNORE) -> None:
         self.root = Path(root).expanduser()
+        if not self.root.is_dir():
+            problem = "is a file" if self.root.exists() else "does not exist"
+            raise UserError(f"the dataset folder '{root}' {problem}; give the place where it is now with --root DIR")
         names_file = classes_file or self.root / "classes.txt"
         classes = read_classes(names_file)
         self.background_named = names_background(names_file)
@@ -46,6 +51,8 @@ class Folder(FileSource):
         self.notes: list[str] = []
         images = _by_stem(self.root / "images", IMAGE_SUFFIXES)
         masks = _by_stem(self.root / "masks", (".png",))
+        if note := unreadable_note((self.root / "images").iterdir()):
+            self.notes.append(f"folder: {note}")
         if unused := masks.keys() - images.keys():
             self.notes.append(f"folder: {len(unused)} masks without an image are left out ('{min(unused)}' …)")
         self._files = {split: self._pairs(split, names, images, masks) for split, names in self._splits(images).items()}
@@ -106,6 +113,15 @@ def read_classes(path: PathLike) -> tuple[str, ...]:
 def names_background(path: PathLike) -> bool:
     """Whether the file states that 0 is background, by a first line "background"."""
     return [line.strip().lower() for line in text_lines(path)[:1]] == ["background"]
+
+
+def unreadable_note(files: Iterable[Path]) -> str:
+    """A line where some of the files are photographs in a format that is not read, else nothing."""
+    left_out = sorted(file.name for file in files if file.suffix.lower() in UNREADABLE_SUFFIXES)
+    if not left_out:
+        return ""
+    some = f"{len(left_out)} file{'s' * (len(left_out) != 1)}"
+    return f"{some} left out ({_first_three(left_out)}): convert to JPEG or PNG; known are {', '.join(IMAGE_SUFFIXES)}"
 
 
 def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:

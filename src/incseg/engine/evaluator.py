@@ -105,6 +105,11 @@ class Evaluator:
             in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
             with self.runtime.autocast():
                 logits = model(self.runtime.move(inputs)).logits
+            if not bool(logits.isfinite().all()):
+                raise UserError(
+                    f"step {step.index}: the model's scores are not finite, so its training has diverged; lower the "
+                    "learning rate or set --train.clip 1, with another --out"
+                )
             for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
                 target = labels[:, rows]
                 if step.future:

@@ -100,14 +100,12 @@ class Screen(Reporter):
     def rows(
         self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
     ) -> None:
-        if class_images is None:
-            self.console.print(step_table(title, rows))
-            for note in notes:
-                self.console.print(f"  {note}", markup=False, style="dim", soft_wrap=True)
-        else:
-            self.console.print(class_table(rows[-1], class_images))
-            for line in never_predicted(rows[-1], class_images):
-                self.say(line)
+        table = step_table(title, rows) if class_images is None else class_table(rows[-1], class_images)
+        self.console.print(table)
+        for note in notes:
+            self.console.print(f"  {note}", markup=False, style="dim", soft_wrap=True)
+        for line in never_predicted(rows[-1], class_images or {}):
+            self.say(line)
         for row in rows[-1:]:
             self._write(f"step {row['index']}: " + figures_line(row))
 
@@ -188,7 +186,7 @@ def never_predicted(row: Mapping[str, Any], class_images: ClassImages) -> list[s
     lines = []
     for name, share in row["iou"].items():
         trained, tested = class_images.get(name, (0, 0))
-        if share == 0 and tested:
+        if share == 0 and trained and tested:
             reason = f"{trained} photographs are few, so add some" if trained < 20 else "its objects may be too small"
             lines.append(
                 f"warning: {name} was not found on any of {tested} photographs: {reason}, or try twice the size"

@@ -59,7 +59,7 @@ def parse_task(dataset: DatasetInfo, task: str | Sequence[Sequence[str]], order:
         return _own_task(dataset, _groups_from_json(task), order)
     if "/" in task or "," in task or task in dataset.classes:
         return _own_task(dataset, [group.split(",") for group in task.split("/")], order)
-    raise UserError(f"{unknown('task', task, TASKS.get(dataset.name, (JOINT,)))}, {_FORMS}")
+    raise UserError(f"{unknown('task', task, TASKS.get(dataset.name, (JOINT, *dataset.classes)))}, {_FORMS}")
 
 
 def all_ids(dataset: DatasetInfo) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def _own_task(dataset: DatasetInfo, groups: Sequence[Sequence[str]], order: str)
 def _written(groups: list[list[str]]) -> str:
     """One string for the groups: the short form if it can be told apart from other tasks, else JSON."""
     text = "/".join(",".join(group) for group in groups)
-    has_separator = "/" in text or "," in text
-    if has_separator and not text.startswith("[") and [g.split(",") for g in text.split("/")] == groups:
+    other_task = text in (JOINT, *_ALIASES) or re.fullmatch(r"\d+-\d+", text) or text.startswith("[")
+    if not other_task and [g.split(",") for g in text.split("/")] == groups:
         return text
     return json.dumps(groups, ensure_ascii=False)

@@ -174,7 +174,7 @@ def _of(record: RunRecord, name: str) -> str | None:
 
 def _label(record: RunRecord, dataset: str, several: dict[str, bool]) -> str:
     parts = [options_text(record.options)]
-    parts += [f"{name} {_of(record, name)}" for name, shown in several.items() if shown]
+    parts += [f"{name} {_of(record, name) or 'none'}" for name, shown in several.items() if shown]
     if record.setting == JOINT and family_of(record.method) != "joint":
         parts.append("joint")
     if dataset in _USUAL_SETTING:
@@ -258,7 +258,7 @@ def mixtures(records: Iterable[RunRecord]) -> list[str]:
     found = []
     for what, values in (
         ("label rules", {record.rules["name"] for record in records}),
-        ("presets", {str(record.preset) for record in records}),
+        ("presets", {record.preset or "none" for record in records}),
         ("test images", {_test_images(record) for record in records}),
     ):
         if len(values) > 1:

@@ -190,6 +190,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
     names: dict[str, Any] = {
         key: _need(protocol, key, str, "protocol.json") for key in ("dataset", "task", "setting", "order")
     }
+    names["dataset"] = _dataset(names["dataset"], config)
     method = _need(_need(config, "method", dict, "config.yaml"), "name", str, "config.yaml")
     settings, usually = flatten(config), flatten(usual(config))
     command = _need(environment, "command", list, "environment.json")
@@ -213,6 +214,12 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
         **figures,
         seconds=float(_need(results, "seconds", int | float, "results.json")) if finished else 0.0,
     )
+
+
+def _dataset(name: str, config: dict[str, Any]) -> str:
+    """The name of a dataset; folders of one's own are different datasets, told apart by their names."""
+    root = (config.get("data") or {}).get("root")
+    return f"{name} {Path(str(root)).name}".strip() if name == "folder" and root else name
 
 
 def _read_retest(file: Path, run: RunRecord, usual: Usual) -> RunRecord | None:
@@ -253,7 +260,11 @@ def _read_kept(file: Path, usual: Usual) -> list[RunRecord]:
     except (UserError, TypeError) as error:  # a TypeError where it has a field that is none
         raise UserError(f"{_one_line(error)}; {_KEPT_AGAIN}") from error
     first = found[0]
-    config = {"preset": first.preset, "method": {"name": first.method}, "data": {"name": first.dataset}}
+    config = {
+        "preset": first.preset,
+        "method": {"name": first.method},
+        "data": {"name": first.settings.get("data.name", first.dataset)},
+    }
     usually = flatten(usual(config))
     return [replace(record, options=_options(record.settings, usually)) for record in found]
 

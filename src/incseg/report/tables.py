@@ -83,7 +83,10 @@ def group(records: Iterable[RunRecord], warn: Warn) -> list[Group]:
         seeds = found.setdefault(json.dumps(kind, sort_keys=True, default=str), {})
         if record.seed in seeds:
             what = f"{record.folder}{', tested again,' if record.retest else ''} is left out"
-            warn(f"{what}: the same settings and seed {record.seed} as {seeds[record.seed].folder}")
+            shown = seeds[record.seed]
+            also = record.settings.get("start") != shown.settings.get("start")
+            though = ", though it extends another model; show the two on their own" if also else ""
+            warn(f"{what}: the same settings and seed {record.seed} as {shown.folder}{though}")
         else:
             seeds[record.seed] = record
     groups = [Group(tuple(record for _, record in sorted(seeds.items()))) for seeds in found.values()]
