@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from incseg.data.transforms import ASPECT_RATIOS, TestTransform, TrainTransform, Transform, normalise
+from incseg.data.transforms import (
+    ASPECT_RATIOS,
+    TestTransform,
+    TrainTransform,
+    Transform,
+    WholeTransform,
+    frame_for,
+    normalise,
+)
 from incseg.types import UserError
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -218,3 +227,48 @@ def test_impossible_sizes_and_scales_are_refused() -> None:
     for scale in ((0.0, 1.0), (0.9, 0.5), (1.5, 2.0), (float("nan"), 1.0)):
         with pytest.raises(UserError, match="no range of area shares"):
             TrainTransform(8, scale=scale)
+
+
+def test_a_long_strip_is_not_enlarged_before_it_is_cut() -> None:
+    """20000 × 10 at size 320 would be an image of 614 MB; its middle is the same."""
+    columns = np.arange(20000, dtype=np.uint32) // 100 % 250
+    strip = np.broadcast_to(columns.astype(np.uint8), (10, 20000))
+    image = Image.fromarray(np.stack([strip] * 3, axis=-1))
+    tracemalloc.start()
+    pixels, labels = TestTransform(320)(image, np.ascontiguousarray(strip))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert pixels.shape == (3, 320, 320)
+    assert set(labels.unique().tolist()) == {int(columns[9995]), int(columns[10000])}
+    assert peak < 50e6
+
+
+@pytest.mark.parametrize("size", [(480, 640), (641, 481), (97, 1203), (1203, 97), (37, 53), (1, 1), (5, 300)])
+def test_whole_images_lose_nothing(size: tuple[int, int]) -> None:
+    """Every corner of the image is on the frame, in place; the rest is void and the mean colour."""
+    width, height = size
+    mask = np.full((height, width), 5, dtype=np.uint8)
+    mask[0, 0] = mask[-1, 0] = mask[0, -1] = mask[-1, -1] = 7
+    image = Image.new("RGB", size, (200, 100, 50))
+    pixels, labels = WholeTransform(64, (96, 128), (0.5, 0.5, 0.5), (1.0, 1.0, 1.0))(image, mask)
+    assert pixels.shape == (3, 96, 128)
+    assert labels.shape == (96, 128)
+    shown = labels != 255
+    rows, columns = shown.any(1).nonzero().flatten(), shown.any(0).nonzero().flatten()
+    assert shown[: rows[-1] + 1, : columns[-1] + 1].all()
+    assert len(rows) <= 96
+    assert len(columns) <= 128
+    assert min(len(rows), len(columns)) <= 64
+    if min(size) >= 64:  # each corner survives nearest neighbour where nothing is enlarged
+        assert len(columns) / len(rows) == pytest.approx(width / height, rel=0.1)
+    assert (pixels[:, ~shown] == 0).all()
+    assert pixels[:, 0, 0].tolist() == pytest.approx([200 / 255 - 0.5, 100 / 255 - 0.5, 50 / 255 - 0.5], abs=0.01)
+
+
+def test_the_frame_suits_most_images() -> None:
+    assert frame_for([(256, 384)] * 10, 256) == (384, 256)
+    assert frame_for([(400, 300)] * 10, 224) == (224, 320)  # 298.7 up to a multiple of 32
+    assert frame_for([(256, 384), (384, 256)] * 10, 256) == (384, 384)
+    assert frame_for([(300, 300)] * 99 + [(9000, 10)], 64) == (64, 64)  # one panorama is shrunk
+    assert frame_for([(9000, 10)] * 9, 64) == (64, 160)
+    assert frame_for([], 96) == (96, 96)

@@ -177,12 +177,18 @@ class Asked:
         }
         if recipe is not AS_TRAINED:
             defaults["data"] |= {"fit": "whole", "empty": "learn"}
-            defaults["train"] |= {"epochs_later": recipe.epochs(self.num_images)}
+            defaults["train"]["epochs_later"] = (
+                None if self._given("--train.epochs") else recipe.epochs(self.num_images)
+            )
         if size := args.size or self._size_of(recipe):
             defaults["train"]["crop"] = defaults["eval"]["size"] = size
         for group, values in recipe.settings.items():
             defaults[group] = {**defaults[group], **values}
         return parse_extension("incseg extend", defaults, args.unknown)
+
+    def _given(self, *flags: str) -> bool:
+        """Whether one of these flags is on the command line."""
+        return any(token.split("=")[0] in flags for token in self.args.unknown)
 
     def _size_of(self, recipe: Recipe) -> int | None:
         if self.size is None or recipe is AS_TRAINED:
@@ -209,7 +215,7 @@ class Asked:
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
         self.lines += write_sheet(source, pixels, Path(self.args.out) / SHEET) if speaks() else []
-        given = self.args.size is not None or any(t.split("=")[0] in _SIZE_FLAGS for t in self.args.unknown)
+        given = self.args.size is not None or self._given(*_SIZE_FLAGS)
         if not given and self.recipes != (AS_TRAINED,):
             self._choose_size(source, pixels["train"], ids)
 

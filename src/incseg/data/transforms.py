@@ -20,6 +20,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 ASPECT_RATIOS = (3 / 4, 4 / 3)
 """Width to height of a random crop, the usual bounds of the random resized crop."""
 _TRIES = 10
+LONGEST = 8
+"""Times the shorter side: of a longer strip only the middle is read, so that memory does not grow with its length."""
 
 
 class Transform(ABC):
@@ -105,6 +107,8 @@ class TestTransform(Transform):
     def __call__(
         self, image: Image.Image, mask: np.ndarray | None, generator: np.random.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
+        if self.size is not None and max(image.size) > LONGEST * min(image.size):
+            image, mask = _middle(image, mask)
         size = image.size
         if self.size is not None:
             short = min(size)
@@ -120,6 +124,14 @@ class TestTransform(Transform):
             centre = (left, top, left + self.size, top + self.size)
             image, labels = image.crop(centre), labels.crop(centre)
         return normalise(image, self.mean, self.std), torch.from_numpy(np.array(labels))
+
+
+def _middle(image: Image.Image, mask: np.ndarray | None) -> tuple[Image.Image, np.ndarray | None]:
+    """The middle of a long strip: what lies outside would be enlarged for nothing before it is cut off."""
+    side = LONGEST * min(image.size)
+    left, top = (max(0, (length - side) // 2) for length in image.size)
+    right, bottom = left + min(side, image.width), top + min(side, image.height)
+    return image.crop((left, top, right, bottom)), None if mask is None else mask[top:bottom, left:right]
 
 
 @dataclass(frozen=True)
