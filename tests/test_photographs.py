@@ -35,6 +35,7 @@ TINY = (
 )  # fmt: skip
 """A start score of 2 makes the model see classes from the first iteration on."""
 HERE = ("--train.workers", "0", "--eval.workers", "0", "--threads", "1")
+QUICK = ("--train.epochs_later", "1")
 FROZEN = ("--model.freeze_backbone", "true", "--train.scale", "null")
 
 
@@ -160,6 +161,7 @@ class Chain:
     new: tuple[int, int]
     eval_size: int
     frozen: bool
+    recipes: tuple[str, str]
     report: bool = False
 
     @property
@@ -180,10 +182,10 @@ class Chain:
 
 
 CHAINS = [
-    Chain(1, (2, 1), 480, frozen=True),
-    Chain(6, (1, 2), 0, frozen=False, report=True),
-    Chain(20, (2, 1), 481, frozen=False),
-    Chain(20, (1, 2), 0, frozen=True),
+    Chain(1, (2, 1), 480, frozen=True, recipes=("own-head", "own-head")),
+    Chain(6, (1, 2), 0, frozen=False, recipes=("auto", "own-head"), report=True),
+    Chain(20, (2, 1), 481, frozen=False, recipes=("as-trained", "gentle")),
+    Chain(20, (1, 2), 0, frozen=True, recipes=("gentle", "own-head")),
 ]
 
 
@@ -201,7 +203,7 @@ def test_from_training_to_the_report(chain: Chain, tmp_path: Path, monkeypatch: 
     assert_knows(tmp_path / "first", chain.learnt(0))
     for number, (model, out) in enumerate((("first", "second"), ("second", "third"))):
         arguments = ["extend", model, "--root", "photos", "--classes", chain.added(number), "--out", out, *HERE]
-        assert main(arguments) == 0
+        assert main([*arguments, *QUICK, "--recipe", chain.recipes[number]]) == 0
         assert_knows(tmp_path / out, chain.learnt(number + 1))
     assert main(["eval", "third", "--threads", "1"]) == 0
     assert main(["eval", "third", "--method.balancing", "odds", "--threads", "1"]) == 0
@@ -223,7 +225,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train = ["train", "--data", "folder", "--root", str(photos), "--task", "class 1,class 3", "--eval.size", "0"]
         assert main([*train, *TINY, *HERE, "--out", str(place / "first")]) == 0
         extend = ["extend", str(place / "first"), "--root", str(photos), "--classes", "class 2"]
-        assert main([*extend, *HERE, "--out", str(place / "second")]) == 0
+        assert main([*extend, *HERE, *QUICK, "--recipe", "as-trained", "--out", str(place / "second")]) == 0
     return place
 
 
@@ -371,12 +373,16 @@ def test_real_photographs(
     assert main(["data", "check", "--data", "folder", "--root", "photos"]) == 0
     train = ["train", "--data", "folder", "--root", "photos", "--task", ",".join(old), "--eval.size", "0"]
     assert main([*train, *TINY, *HERE, "--out", "first"]) == 0
-    assert main(["extend", "first", "--root", "photos", "--classes", ",".join(new), "--out", "second", *HERE]) == 0
+    assert (
+        main(["extend", "first", "--root", "photos", "--classes", ",".join(new), "--out", "second", *HERE, *QUICK]) == 0
+    )
     assert_knows(tmp_path / "second", old + new)
     voc = ["--data", "voc", "--root", str(shared / "voc224")]
     assert main(["data", "export", *voc, "--limit", "6", "--out", "voc"]) == 0
     more = shown_classes(tmp_path / "voc", least=1)[:2]
-    assert main(["extend", "second", "--root", "voc", "--classes", ",".join(more), "--out", "third", *HERE]) == 0
+    assert (
+        main(["extend", "second", "--root", "voc", "--classes", ",".join(more), "--out", "third", *HERE, *QUICK]) == 0
+    )
     assert_knows(tmp_path / "third", old + new + more)
     assert main(["eval", "second", "--method.balancing", "odds", "--threads", "1"]) == 0
     for images, count in (("photos", 12), ("voc", 12)):
