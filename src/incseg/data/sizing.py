@@ -31,10 +31,9 @@ class ChosenSize:
     wanted: int
 
     def __str__(self) -> str:
-        sides = ", ".join(f"{name} {side:.1f}" for name, side in self.sides.items())
-        text = (
-            f"input: shorter side {self.size} pixels; side of the median object, in cells of the feature map: {sides}"
-        )
+        some = sorted(self.sides.items(), key=lambda item: item[1])[:_MOST_NAMED]
+        sides = ", ".join(f"{name} {side:.1f}" for name, side in some)
+        text = f"input: shorter side {self.size} pixels; side of the median object in cells of the feature map: {sides}"
         if self.wanted > self.size:
             text += f" ({CELLS:g} would be better: a size of {self.wanted}, which takes longer)"
         return text
