@@ -4,7 +4,7 @@
 
 CCP is Clothing Co-Parsing as a folder dataset. BASE is a model of the 20 classes of VOC:
 `incseg train --preset voc-laptop --data voc --root VOC2012 --task joint --out runs/voc20`. One photograph of CCP in
-five is for the test alone: no command that trains or chooses sees it. Every command runs once with default flags and a
+six is for the test alone: nothing that trains or chooses has seen it. Every command runs once with default flags and a
 cache of its own, so that features are part of its seconds. Writes results/extend.json and results/extend.md.
 """
 
@@ -116,7 +116,7 @@ def few_photographs(lab: Lab) -> None:
 def make_folders(ccp: Path, work: Path) -> None:
     """Folders that label only some classes, as a user's would; photographs are linked, masks written."""
     names = sorted(path.stem for path in (ccp / "images").iterdir())
-    test = [name for name in names if _hash(name) % 5 == 0]
+    test = [name for name in names if _hash(name) % 5 == 0 and not settings_were_chosen_on(name)]
     rest = [name for name in names if _hash(name) % 5]
     first = [name for name in rest if _hash(name) // 5 % 2 == 0]
     second = [name for name in rest if _hash(name) // 5 % 2]
@@ -128,6 +128,11 @@ def make_folders(ccp: Path, work: Path) -> None:
     for folder, classes in (("a-test", (*OLD, *NEW)), ("b-test", NEW_VOC)):
         _write(ccp, work / folder, [*test, rest[0]], classes)
         (work / folder / "val.txt").write_text("\n".join(test) + "\n")
+
+
+def settings_were_chosen_on(name: str) -> bool:
+    """The recipes' settings were chosen on these photographs (docs/LOG.md), so that they are no test."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 5 == 0
 
 
 def _hash(name: str) -> int:
@@ -162,7 +167,7 @@ def page(measured: dict[str, Any]) -> str:
         "# What `incseg extend` does on real photographs",
         "",
         "Made by `scripts/extend_evidence.py` (its first lines say how). Clothing Co-Parsing: 1004 photographs of",
-        "people, one in five for the test alone. Default flags, two cores, no GPU. IoU in percent, every photograph",
+        "people, one in six for the test alone. Default flags, two cores, no GPU. IoU in percent, every photograph",
         "whole and at its own size, as `incseg predict` sees it. One seed.",
         "",
     ]

@@ -118,7 +118,7 @@ class Segmenter(nn.Module):
     @property
     def finer(self) -> int:
         """How many times finer than the features the logits are, where heads of several sizes come together."""
-        return FINER if self.heads else 1
+        return FINER if len(set(self.shrinks)) > 1 else 1
 
     @property
     def stride(self) -> int:
@@ -226,7 +226,7 @@ class Segmenter(nn.Module):
         for head, shrink in enumerate(self.shrinks):
             own = [index for index, increment in enumerate(self.increments) if increment.head == head]
             read = embedding if head == 0 else self._embedding(head, features[shrink])
-            logits = resized(self._classified(read, own), (FINER * height, FINER * width))
+            logits = resized(self._classified(read, own), (self.finer * height, self.finer * width))
             widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
             by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
         return Output(torch.cat([by_increment[i] for i in range(len(self.increments))], 1), embedding, stages)
