@@ -23,16 +23,18 @@ from incseg.data.export import export
 from incseg.data.extended import Extended
 from incseg.data.folder import Folder
 from incseg.data.shapes import Shapes
-from incseg.engine.forgetting import agreement, compare_models, mean_new_iou
+from incseg.engine.forgetting import compare_models
 from incseg.engine.progress import Screen, Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.experiment import RunConfig, train
-from incseg.extend import AS_TRAINED, LADDER, Outcome, Try, choose, extend, in_words
+from incseg.extend import AS_TRAINED, LADDER, Outcome, Try, choose, extend
 from incseg.files import cache_path, read_tensors, write_json
 from incseg.methods.finetune import Finetune
+from incseg.metrics.forgetting import agreement, mean_new_iou
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import FINER, ModelConfig, Segmenter
+from incseg.report.extension import in_words
 from incseg.types import Increment, UserError
 
 OLD = ("triangle", "disc")  # not in the order of the dataset, whose ids they keep: 3 and 1
@@ -421,13 +423,13 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
     assert kept["classes"]["b"]["iou"] == [28.57, 28.57]  # 16 of 56 pixels
     assert kept["new"] == {"c": {"images": 1, "labelled": 16, "predicted": 0, "iou": 0.0}}
     assert agreement(kept) == 100
-    first, second = in_words(kept, {"c": 5})
+    first, second = in_words({**kept, "train_images": {"c": 5}})
     assert first == "forgot nothing: 100.0 % of the old classes' pixels are labelled as before"
     assert second.startswith("warning: c is never predicted: 5 photographs are few, so add some")
     swallowed = compared(constant_model([old, new], {3: 1.0}))
     assert (swallowed["became_new"], swallowed["became_other"]) == (40, 0)
     assert mean_new_iou(swallowed) == pytest.approx(100 * 16 / 56, abs=0.01)
-    lines = in_words(swallowed, {"c": 5})
+    lines = in_words({**swallowed, "train_images": {"c": 5}})
     assert "b lost 100.0 % of its pixels to c" in lines
     assert "b lost 28.6 points of IoU (28.6 → 0.0)" in lines
     assert any(line.startswith("warning: no recipe changed less") for line in lines)
@@ -440,18 +442,18 @@ def test_what_is_said_of_old_and_new_classes() -> None:
     of_class = {**counts, "taken_by": {"bag": 150}, "iou": None}
     bag = {"images": 4, "labelled": 90, "predicted": 80, "iou": 40.0}
     found = {"images": 3, "held_out": True, **counts, "classes": {"road": of_class}, "new": {"bag": bag}}
-    lines = in_words(found, {"bag": 50})
+    lines = in_words({**found, "train_images": {"bag": 50}})
     assert lines[:2] == [
         "80.0 % of the old classes' pixels are labelled as before", "road lost 20.0 % of its pixels to bag",
     ]  # fmt: skip
     nothing = {**found, "pixels": 0, "kept": 0, "classes": {}}
-    assert "nothing can be said of them" in in_words(nothing, {"bag": 50})[0]
+    assert "nothing can be said of them" in in_words({**nothing, "train_images": {"bag": 50}})[0]
     unseen = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "images": 0, "iou": None}}}
-    assert "no held-back photograph shows it" in in_words(unseen, {"bag": 50})[1]
+    assert "no held-back photograph shows it" in in_words({**unseen, "train_images": {"bag": 50}})[1]
     weak = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "iou": 2.0}}}
-    assert "bag is hardly found (IoU 2.0)" in in_words(weak, {"bag": 50})[1]
+    assert "bag is hardly found (IoU 2.0)" in in_words({**weak, "train_images": {"bag": 50}})[1]
     never = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "predicted": 0, "iou": 0.0}}}
-    assert "its objects may be too small" in in_words(never, {"bag": 50})[1]
+    assert "its objects may be too small" in in_words({**never, "train_images": {"bag": 50}})[1]
 
 
 def test_a_softmax_model_keeps_to_its_own_recipe(

@@ -1,38 +1,29 @@
 """Extend a model by new classes: try a few recipes, measure them on held-back photographs, take the best.
 
-The rule: of the recipes under which the old classes keep their pixels (at most `MOST_LOST` points of agreement are lost
-where no new object is), the one with the best mean IoU of the new classes. Recipes go from gentle to strong. Every try
-is an ordinary run in OUT/tries, so that an interrupted call loses nothing; the best one becomes OUT itself.
+The rule: of the recipes under which the old classes keep their pixels (at most a point of agreement is lost where no
+new object is), the one with the best mean IoU of the new classes. Recipes go from gentle to strong. Every try is an
+ordinary run in OUT/tries, so that an interrupted call loses nothing; the best one becomes OUT itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from incseg.engine.calibration import MOST_LOST, best
-from incseg.engine.forgetting import agreement, mean_new_iou
-from incseg.engine.progress import Screen, percent
+from incseg.engine.calibration import best
+from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir, differing_settings, read_config
 from incseg.engine.runtime import speaks
 from incseg.experiment import RunConfig, train
 from incseg.files import read_json, write_json
+from incseg.metrics.forgetting import agreement, mean_new_iou
 from incseg.types import UserError
 
-NOTHING_LOST = 0.5
-"""Up to so many points count as nothing."""
-NOTICED = 0.001
-"""Share of all old pixels that a class must lose to be named: a handful of pixels says nothing."""
 BATCH = 8
-WORSE_BY = 2.0
-"""Points of IoU that an old class must lose to be warned of."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +123,14 @@ class _Plain(Screen):
         pass
 
 
-def extend(tries: Sequence[Try], out: Path, screen: Callable[[], Screen] | None = None) -> dict[str, Any]:
-    """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its changes.json."""
+def extend(
+    tries: Sequence[Try], out: Path, screen: Callable[[], Screen] | None = None,
+    train_images: Mapping[str, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its changes.json.
+
+    train_images: how many photographs to learn from show each new class; saved with what was found.
+    """
     _require_same(tries, out)
     said: set[str] = set()
     screen = screen or (lambda: _Plain(said))
@@ -149,7 +146,12 @@ def extend(tries: Sequence[Try], out: Path, screen: Callable[[], Screen] | None 
     if not speaks():  # the first process alone goes on
         return {}
     chosen = choose(outcomes)
-    report = {**chosen.found, "recipe": chosen.recipe.name, "tries": [outcome.summary() for outcome in outcomes]}
+    report = {
+        **chosen.found,
+        "train_images": dict(train_images or {}),
+        "recipe": chosen.recipe.name,
+        "tries": [outcome.summary() for outcome in outcomes],
+    }
     with contextlib.closing(RunDir(out)) as run:
         _adopt(RunDir(chosen.config.folder), run, {**chosen.config.as_dict(), "out": str(out)})
         write_json(run.changes, report)
@@ -173,95 +175,3 @@ def _adopt(source: RunDir, run: RunDir, config: dict[str, Any]) -> None:
         shutil.copyfile(file, run.root / file.name)
     shutil.copytree(source.root / "steps", run.root / "steps", dirs_exist_ok=True)
     shutil.copyfile(source.results, run.results)  # last: the run is finished
-
-
-# --- in words ------------------------------------------------------------------------------------------------
-
-
-def tries_table(report: dict[str, Any]) -> Table:
-    """What was tried, and what came of it."""
-    table = Table(title=Text("What was tried"), title_justify="left", header_style="bold")
-    table.add_column("recipe")
-    table.add_column("old classes unchanged", justify="right")
-    for name in report["new"]:
-        table.add_column(Text(f"IoU {name}"), justify="right")
-    table.add_column("seconds", justify="right")
-    table.add_column("")
-    for one in report["tries"]:
-        note = "taken" if one["recipe"] == report["recipe"] else ""
-        if 100 - one["agreement"] > MOST_LOST:
-            note = (note + ", " if note else "") + f"changes more than {MOST_LOST:g} % of the old"
-        ious = [percent(one["iou"][name]) for name in report["new"]]
-        table.add_row(one["recipe"], f"{one['agreement']:.1f} %", *ious, f"{one['seconds']:.0f}", note)
-    return table
-
-
-def class_table(report: dict[str, Any], train_images: dict[str, int]) -> Table:
-    """One row per class: old ones by their agreement with the model before, new ones by their IoU."""
-    where = "held-back" if report["held_out"] else "training"
-    table = Table(title=Text(f"On {report['images']} {where} photographs"), title_justify="left", header_style="bold")
-    for name, justify in (("class", "left"), ("", "left"), ("photographs", "right"), ("unchanged", "right"),
-                          ("IoU before", "right"), ("IoU", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name, of_class in report["classes"].items():
-        kept = agreement(of_class)
-        before, after = of_class["iou"] or (None, None)
-        shown = "not seen here" if kept is None else f"{kept:.1f} %"
-        table.add_row(Text(name), "old", "", shown, percent(before), percent(after))
-    for name, of_class in report["new"].items():
-        counts = f"{train_images.get(name, 0)} + {of_class['images']}"
-        table.add_row(Text(name), "new", counts, "", "", percent(of_class["iou"]))
-    return table
-
-
-def in_words(report: dict[str, Any], train_images: dict[str, int]) -> list[str]:
-    """What happened to the old classes and which new ones were not learnt, a line each."""
-    return [*_of_the_old(report), *_of_the_new(report, train_images)]
-
-
-def _of_the_old(report: dict[str, Any]) -> list[str]:
-    total = agreement(report)
-    if total is None:
-        return ["old classes: the model before saw none of them on these photographs, so nothing can be said of them"]
-    lines = []
-    for name, of_class in report["classes"].items():
-        kept = agreement(of_class)
-        lost = of_class["pixels"] - of_class["kept"]
-        if kept is None or 100 - kept <= MOST_LOST or lost < NOTICED * report["pixels"]:
-            continue
-        takers = sorted(of_class["taken_by"].items(), key=lambda item: -item[1])
-        to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= lost else ""
-        lines.append(f"{name} lost {100 - kept:.1f} % of its pixels{to}")
-    for name, of_class in report["classes"].items():
-        if of_class["iou"] and of_class["iou"][0] - of_class["iou"][1] > WORSE_BY:
-            before, after = of_class["iou"]
-            lines.append(f"{name} lost {before - after:.1f} points of IoU ({before:.1f} → {after:.1f})")
-    if 100 - total <= NOTHING_LOST and not lines:
-        return [f"forgot nothing: {total:.1f} % of the old classes' pixels are labelled as before"]
-    lines.insert(0, f"{total:.1f} % of the old classes' pixels are labelled as before")
-    if 100 - total > MOST_LOST:
-        lines.append(
-            "warning: no recipe changed less; photographs that show old classes beside the new ones would help"
-        )
-    return lines
-
-
-def _of_the_new(report: dict[str, Any], train_images: dict[str, int]) -> list[str]:
-    lines = []
-    for name, of_class in report["new"].items():
-        if of_class["images"] == 0:
-            lines.append(
-                f"{name}: no held-back photograph shows it, so its IoU is not known; add photographs, or val.txt"
-            )
-        if of_class["predicted"] == 0:
-            few = train_images.get(name, 0)
-            reason = (
-                f"{few} photographs are few, so add some" if few < 20 else "its objects may be too small for this input"
-            )
-            lines.append(f"warning: {name} is never predicted: {reason}; try twice the --size, or --recipe strong")
-        elif of_class["iou"] is not None and of_class["iou"] < 5:
-            lines.append(
-                f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); look at its masks, add photographs, or "
-                "try twice the --size"
-            )
-    return lines

@@ -6,10 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from incseg.cli.settings import parse_extension
 from incseg.data.extended import Extended
@@ -21,21 +24,12 @@ from incseg.engine.runtime import speaks
 from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
 from incseg.experiment import SHEET, RunConfig, open_source, read_meaning, write_sheet
-from incseg.extend import (
-    AS_TRAINED,
-    LADDER,
-    RECIPES,
-    Recipe,
-    Try,
-    class_table,
-    extend,
-    in_words,
-    tries_table,
-)
+from incseg.extend import AS_TRAINED, LADDER, RECIPES, Recipe, Try, extend
 from incseg.inference import require_trusted
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.presets import preset_for
+from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.types import UserError
 
 HELP = "add classes of your own photographs to a model; its old data is not needed"
@@ -83,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for line in asked.lines:
             print(line)
     try:
-        report = extend(tries, out)
+        report = extend(tries, out, train_images=asked.train_images)
     except KeyboardInterrupt:
         if speaks():
             print(f"stopped; everything so far is saved in {out}, the same command goes on", file=sys.stderr)
@@ -92,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console(highlight=False)
     if len(report["tries"]) > 1:
-        console.print(tries_table(report))
-    console.print(class_table(report, asked.train_images))
-    for line in in_words(report, asked.train_images):
+        console.print(_table("What was tried", try_heads(report), try_rows(report)))
+    console.print(_table(f"On {where(report)}", CLASS_HEADS, class_rows(report)))
+    for line in in_words(report):
         console.print(line, markup=False, soft_wrap=True)
     known = [*report["classes"], *report["new"]]
     for line in (
@@ -103,6 +97,15 @@ def run(args: argparse.Namespace) -> int:
     ):
         console.print(line, markup=False, soft_wrap=True)
     return 0
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=Text(title), title_justify="left", header_style="bold")
+    for head in heads:
+        table.add_column(Text(head), justify="right" if head.startswith(("IoU", "old", "un", "sec", "ph")) else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ import incseg
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
 from incseg.gallery import Models, report_blocks
-from incseg.report.chapters import section_blocks, table_chapters, under_way
+from incseg.report.chapters import own_photographs, section_blocks, table_chapters, under_way
 from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
 from incseg.report.records import RunRecord, read_runs, require_some
 from incseg.report.sections import sections_of
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for line in left_out:
         warnings.add(line)
     figures = out / FIGURES_FOLDER
-    chapters = table_chapters(records, warnings.add)
+    chapters = own_photographs(records, warnings.add) + table_chapters(records, warnings.add)
     chapters += [chapter] if (chapter := under_way(records)) else []
     models = Models(args.device, args.threads, args.method)
     sections = sections_of(records, warnings.add)

@@ -11,15 +11,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from incseg.data.feeds import Loaded, thinned
-from incseg.engine.forgetting import agreement, mean_new_iou, zero_counts
+from incseg.engine.forgetting import zero_counts
 from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.methods.base import Method
+from incseg.metrics.forgetting import MOST_LOST, agreement, mean_new_iou
 from incseg.models.segmenter import Segmenter
 
-MOST_LOST = 1.0
-"""Points of agreement that the old classes may lose outside the new objects."""
 SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5)
 """What is tried; of equals the first is taken."""
 _STRIDE = 4

@@ -158,14 +158,3 @@ def zero_counts(num_classes: int, num_old: int) -> Counted:
 
 def _shares(pixels: int, kept: int, new: int) -> dict[str, Any]:
     return {"pixels": pixels, "kept": kept, "became_new": new, "became_other": pixels - kept - new}
-
-
-def agreement(counts: dict[str, Any]) -> float | None:
-    """Percent of the pixels of old classes, outside new objects, that are labelled as before; None without any."""
-    return 100 * counts["kept"] / counts["pixels"] if counts["pixels"] else None
-
-
-def mean_new_iou(found: dict[str, Any]) -> float:
-    """Over the new classes that the images show; 0 without any."""
-    known = [of_class["iou"] for of_class in found["new"].values() if of_class["iou"] is not None]
-    return sum(known) / len(known) if known else 0.0

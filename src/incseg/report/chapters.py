@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from incseg.engine.rundir import RunDir
+from incseg.files import read_json
 from incseg.metrics.continual import FIGURES
 from incseg.report.compare import Table, compare
+from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.report.figures import (
     MOST_ROWS,
     Taking,
@@ -26,6 +29,7 @@ from incseg.report.records import RunRecord, Warn
 from incseg.report.sections import MethodRuns, Section
 from incseg.report.style import keep
 from incseg.report.writers import figure_text, to_html
+from incseg.types import UserError
 
 _MOST_TAKINGS = 6
 
@@ -35,8 +39,9 @@ def table_chapters(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
     chapters = []
     for table in compare([record for record in records if record.retest is None], True, warn):
         under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
+        own = table.dataset.startswith("folder")  # for people the chapters of own photographs say more
         blocks = [
-            Block("", body=_by_column(table) + bullets(under)),
+            Block("Base / New / All / Inc" if own else "", body=_by_column(table) + bullets(under), folded=own),
             Block("Commands", body=f"<pre>{html.escape(chr(10).join(table.commands))}</pre>"),
         ]
         tested = {record.folder for record in records if record.retest is not None and record.dataset == table.dataset}
@@ -46,6 +51,39 @@ def table_chapters(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
             blocks.append(Block("The same models, tested with other inference options", body=body, folded=True))
         chapters.append(Chapter(f"Results on {table.dataset}", blocks))
     return chapters
+
+
+def own_photographs(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
+    """For each run on a folder of one's own: its classes, and of an extension what it did, before all tables."""
+    chapters = []
+    for record in records:
+        if record.retest is not None or record.kept or not record.rows or record.settings.get("data.name") != "folder":
+            continue
+        blocks = _extension(RunDir(record.folder), warn)
+        if not blocks:
+            ious = record.rows[-1]["iou"].items()
+            rows = [[name, "–" if share is None else f"{share:.1f}"] for name, share in ious]
+            blocks = [Block("IoU on held-back photographs", body=plain_table(["class", "IoU"], rows))]
+        chapters.append(Chapter(record.folder.name or str(record.folder), blocks))
+    return chapters
+
+
+def _extension(run: RunDir, warn: Warn) -> list[Block]:
+    """Nothing where the run is not an extension, or of a version that did not write all of this."""
+    if not run.changes.is_file():
+        return []
+    try:
+        report = read_json(run.changes)
+        blocks = [
+            Block("In words", [f"{line[:1].upper()}{line[1:]}." for line in in_words(report)]),
+            Block(f"Classes on {where(report)}", body=plain_table(list(CLASS_HEADS), class_rows(report))),
+        ]
+        if len(report["tries"]) > 1:
+            blocks.append(Block("What was tried", body=plain_table(try_heads(report), try_rows(report)), folded=True))
+        return blocks
+    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        warn(f"{run.changes} cannot be shown ({' '.join(str(error).split())})")
+        return []
 
 
 def _silent(_: str) -> None:

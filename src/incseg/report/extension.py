@@ -1,0 +1,119 @@
+"""What an extension did, for people: one row per class, what was tried, and the rest in words.
+
+Everything is read from the changes.json of a run folder (engine/forgetting.py, extend.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from incseg.metrics.forgetting import MOST_LOST, agreement
+
+NOTHING_LOST = 0.5
+"""Up to so many points count as nothing."""
+NOTICED = 0.001
+"""Share of all old pixels that a class must lose to be named: a handful of pixels says nothing."""
+WORSE_BY = 2.0
+"""Points of IoU that an old class must lose to be named."""
+FEW = 20
+"""Photographs of a class."""
+HARDLY = 5.0
+"""Percent of IoU below which a class is as good as not found."""
+
+CLASS_HEADS = ("class", "", "photographs", "unchanged", "IoU before", "IoU")
+
+
+def where(report: dict[str, Any]) -> str:
+    kind = "held-back" if report["held_out"] else "training"
+    return f"{report['images']} {kind} photographs"
+
+
+def class_rows(report: dict[str, Any]) -> list[list[str]]:
+    """Old classes by their agreement with the model before, new ones by their IoU.
+
+    Photographs are those to learn from + those held back.
+    """
+    rows = []
+    for name, of_class in report["classes"].items():
+        kept = agreement(of_class)
+        before, after = of_class["iou"] or (None, None)
+        rows.append([name, "old", "", "not seen here" if kept is None else f"{kept:.1f} %", _iou(before), _iou(after)])
+    for name, of_class in report["new"].items():
+        counts = f"{report.get('train_images', {}).get(name, 0)} + {of_class['images']}"
+        rows.append([name, "new", counts, "", "", _iou(of_class["iou"])])
+    return rows
+
+
+def try_heads(report: dict[str, Any]) -> list[str]:
+    return ["recipe", "old classes unchanged", *(f"IoU {name}" for name in report["new"]), "seconds", ""]
+
+
+def try_rows(report: dict[str, Any]) -> list[list[str]]:
+    """What was tried, and what came of it."""
+    rows = []
+    for one in report["tries"]:
+        notes = ["taken"] * (one["recipe"] == report["recipe"])
+        notes += [f"changes more than {MOST_LOST:g} % of the old"] * (100 - one["agreement"] > MOST_LOST)
+        ious = [_iou(one["iou"][name]) for name in report["new"]]
+        rows.append([one["recipe"], f"{one['agreement']:.1f} %", *ious, f"{one['seconds']:.0f}", ", ".join(notes)])
+    return rows
+
+
+def in_words(report: dict[str, Any]) -> list[str]:
+    """What happened to the old classes and which new ones were not learnt, a line each."""
+    return [*_of_the_old(report), *_of_the_new(report)]
+
+
+def _iou(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _of_the_old(report: dict[str, Any]) -> list[str]:
+    total = agreement(report)
+    if total is None:
+        return ["old classes: the model before saw none of them on these photographs, so nothing can be said of them"]
+    lines = []
+    for name, of_class in report["classes"].items():
+        kept = agreement(of_class)
+        lost = of_class["pixels"] - of_class["kept"]
+        if kept is None or 100 - kept <= MOST_LOST or lost < NOTICED * report["pixels"]:
+            continue
+        takers = sorted(of_class["taken_by"].items(), key=lambda item: -item[1])
+        to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= lost else ""
+        lines.append(f"{name} lost {100 - kept:.1f} % of its pixels{to}")
+    for name, of_class in report["classes"].items():
+        if of_class["iou"] and of_class["iou"][0] - of_class["iou"][1] > WORSE_BY:
+            before, after = of_class["iou"]
+            lines.append(f"{name} lost {before - after:.1f} points of IoU ({before:.1f} → {after:.1f})")
+    if 100 - total <= NOTHING_LOST and not lines:
+        return [f"forgot nothing: {total:.1f} % of the old classes' pixels are labelled as before"]
+    lines.insert(0, f"{total:.1f} % of the old classes' pixels are labelled as before")
+    if 100 - total > MOST_LOST:
+        lines.append(
+            "warning: no recipe changed less; photographs that show old classes beside the new ones would help"
+        )
+    return lines
+
+
+def _of_the_new(report: dict[str, Any]) -> list[str]:
+    lines = []
+    train_images = report.get("train_images", {})
+    for name, of_class in report["new"].items():
+        if of_class["images"] == 0:
+            lines.append(
+                f"{name}: no held-back photograph shows it, so its IoU is not known; add photographs, or val.txt"
+            )
+        if of_class["predicted"] == 0:
+            few = train_images.get(name, 0)
+            reason = (
+                f"{few} photographs are few, so add some"
+                if few < FEW
+                else "its objects may be too small for this input"
+            )
+            lines.append(f"warning: {name} is never predicted: {reason}; try twice the --size, or --recipe strong")
+        elif of_class["iou"] is not None and of_class["iou"] < HARDLY:
+            lines.append(
+                f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); look at its masks, add photographs, or "
+                "try twice the --size"
+            )
+    return lines
