@@ -79,7 +79,7 @@ class DataConfig:
         fit: crop shows the centre of an image, as the benchmarks do; whole shows all of it, on a frame that suits most
             images of the dataset.
         empty: leave_out, as the benchmarks do, or learn: images whose masks show no class at all are learnt from too,
-            as examples of what the classes are not.
+            as examples of what the classes are not, and all test images are tested on.
     """
 
     name: str = "shapes"
@@ -237,7 +237,7 @@ class Setup:
         counted = []
         for step in protocol.steps:
             allowed = set(protocol.test_images(step, test.classes))
-            counted.append([image in allowed for image in test_images])
+            counted.append([image in allowed or config.data.empty == "learn" for image in test_images])
         notes = [*source.notes, *([] if config.shows_classes else protocol.describe_rules())]
         if held_out:
             notes.append(f"tested on {len(held_out)} held-out training images, not on the test set")
