@@ -36,6 +36,9 @@ _REMEDIES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Read when torch is loaded, which is later. Threads that wait by spinning take the cores from each other as soon as
+    # anything else runs: on two busy cores a training step took eight times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Pillow's remarks on odd files: what it cannot read, it raises, and we name the file.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
