@@ -475,7 +475,7 @@ def test_training_on_a_broken_folder_names_the_file(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("own", [None, "ACTIVE"])
 def test_threads_wait_without_spinning(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user says otherwise. It must be set before torch is loaded, and starting a command does not load it."""
+    """Unless the user says otherwise. It must be set before torch is loaded: a command starts without it."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if own is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
