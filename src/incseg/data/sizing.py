@@ -15,6 +15,8 @@ CELLS = 3.0
 """Side of the median object on the feature map: below it objects are found, if at all, as blobs."""
 SMALL_SHARE = 0.25
 """Of the classes that may have smaller objects: one class of tiny things does not make all others slow."""
+_NEARLY = 0.95
+"""Of CELLS is enough: twice the size would cost four times the time."""
 _MOST_NAMED = 6
 MOST_PIXELS = 400e6
 """Of all images together at the chosen size: three to four minutes of features on two cores."""
@@ -63,7 +65,7 @@ def choose_size(
     sides: of the objects, relative to the shorter side of an image. stride: pixels per cell.
     """
     smallest = float(np.quantile(list(sides.values()), SMALL_SHARE, method="lower")) if sides else 1.0
-    wanted = next((size for size in allowed if smallest * size / stride >= CELLS), allowed[-1])
+    wanted = next((size for size in allowed if smallest * size / stride >= _NEARLY * CELLS), allowed[-1])
 
     def fits(size: int) -> bool:
         pixels = math.prod(frame_for(image_sizes, size))
