@@ -72,7 +72,7 @@ def test_training_on_own_photographs_chooses_once(
     train = ["train", "--data", "folder", "--root", "photos", *common, "--train.batch_size", "4"]
     assert main([*train, "--out", "run"]) == 0
     said = capsys.readouterr().out
-    assert "input: shorter side 224 pixels; side of the median object" in said
+    assert "input: shorter side 224 pixels; width of the median object" in said
     assert "photographs.png" in said
     assert "Inc" not in said
     assert (tmp_path / "run" / "photographs.png").is_file()

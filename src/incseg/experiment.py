@@ -204,6 +204,7 @@ class Setup:
     start: Start | None = None
     class_images: dict[str, tuple[int, int]] = field(default_factory=dict)
     pixels: dict[Split, PixelCounts] = field(default_factory=dict)
+    meaning_notes: Sequence[str] = ()
 
     @staticmethod
     def of(config: RunConfig, method: Method, reporter: Reporter) -> Setup:
@@ -251,8 +252,7 @@ class Setup:
             row |= {"train_images": len(images), "test_images": sum(flags)}
         setup = Setup(source, protocol, train_images, test_images, counted, summary, notes, split, start)
         if meaning is not None:
-            setup.pixels = meaning.pixels
-            notes += meaning.notes
+            setup.pixels, setup.meaning_notes = meaning.pixels, meaning.notes
         for step, images in zip(protocol.steps, train_images, strict=True):
             for name, i in zip(step.names, step.new, strict=True):
                 setup.class_images[name] = (
@@ -275,6 +275,14 @@ class Setup:
             if train < FEW_IMAGES:
                 lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
         return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
+
+    def remarks(self) -> list[str]:
+        """What to think of before one's own photographs are learnt from."""
+        never = [name for name, (train, _) in self.class_images.items() if not train]
+        known = () if self.start is None else self.start.classes
+        unshown = [name for name in never if name not in known]
+        warning = [f"warning: no photograph to learn from shows {', '.join(unshown)}"] if unshown else []
+        return [*self.meaning_notes, *warning]
 
     def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, reporter: Reporter, train: bool) -> Feed:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
@@ -317,7 +325,7 @@ class Setup:
         )
 
     def evaluator(self, feed: Feed, config: EvalConfig, runtime: Runtime, reporter: Reporter) -> Evaluator:
-        return Evaluator(self.protocol, feed, self.counted, config, runtime, reporter)
+        return Evaluator(self.protocol, feed, self.counted, config, runtime, reporter, unshown_is_zero=not self.pixels)
 
 
 def _features_can_be_kept(config: RunConfig) -> bool:
@@ -451,6 +459,8 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
                 said += write_sheet(setup.source, setup.pixels, folder.root / SHEET)
             if isinstance(reporter, Screen):
                 reporter.log_to(folder.log)
+        if setup.pixels:
+            said += setup.remarks()
         for line in said:
             reporter.say(line)
         return setup, model

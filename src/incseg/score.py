@@ -84,5 +84,6 @@ def score_table(found: dict[str, Any]) -> Table:
     for name, one in found["classes"].items():
         table.add_row(Text(name), str(one["images"]), percent(one["iou"]))
     table.add_section()
-    table.add_row("mean", "", percent(found["mean"]))
+    shown = sum(one["iou"] is not None for one in found["classes"].values())
+    table.add_row(f"mean of {shown}", "", percent(found["mean"]))
     return table

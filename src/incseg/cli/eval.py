@@ -39,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "predicted whole",
     )  # fmt: skip
     parser.add_argument(
-        "--split", choices=["train", "val", "all"], help="with --data: which of its photographs (default: val)"
-    )
+        "--split", choices=["train", "val", "all"],
+        help="with --data: which of its photographs (default: val; all of a folder without val.txt)",
+    )  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
@@ -82,12 +83,17 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     options = method_overrides("incseg eval", predictor.info["method"]["name"], args.unknown)
     if options:
         predictor = predictor.with_options(**options)
-    splits = [split for split in SPLITS if args.split == "all" or split == (args.split or "val")]
+    # A folder without lists is split for training; who only tests means all of it.
+    listed = args.data != "folder" or (Path(args.root) / "val.txt").is_file()
+    wanted = args.split or ("val" if listed else "all")
+    splits = [split for split in SPLITS if wanted in (split, "all")]
     console = Console(stderr=args.json, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("testing", total=None)
         found = score(predictor, source, splits, lambda done, total: bar.update(task, completed=done, total=total))
     console.print(score_table(found))
+    if unshown := [name for name, one in found["classes"].items() if not one["images"]]:
+        console.print(f"no photograph shows: {', '.join(unshown)}", markup=False, soft_wrap=True)
     if args.json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     return 0

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from incseg.cli.settings import parse_extension
 from incseg.data.extended import Extended
-from incseg.data.pixels import PixelCounts
+from incseg.data.pixels import PixelCounts, as_seen_by
 from incseg.data.sizing import ChosenSize, choose_size, object_sides
 from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir, model_file, read_config
@@ -206,9 +206,11 @@ class Asked:
     def _look_at_photographs(self) -> None:
         """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
         start = Start(self.file, self.model, self.about)
-        source = start.extended(open_source(self.config(AS_TRAINED).data), self.args.classes or "joint")
+        inner = open_source(self.config(AS_TRAINED).data)
+        source = start.extended(inner, self.args.classes or "joint")
         with contextlib.closing(Screen()) as reporter:
-            pixels = read_meaning(source, reporter).pixels
+            meaning = read_meaning(inner, reporter)
+        pixels = as_seen_by(source, meaning.pixels)
         ids = {source.info.classes.index(name) + 1: name for name in source.new}
         shown = pixels["train"].presence.classes
         self.train_images = {name: sum(i in classes for classes in shown) for i, name in ids.items()}
@@ -217,7 +219,7 @@ class Asked:
                 raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
-        self.lines += write_sheet(source, pixels, Path(self.args.out) / SHEET) if speaks() else []
+        self.lines += write_sheet(inner, meaning.pixels, Path(self.args.out) / SHEET) if speaks() else []
         given = self.args.size is not None or self._given(*_SIZE_FLAGS)
         if not given and self.recipes != (AS_TRAINED,):
             self._choose_size(source, pixels["train"], ids)

@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     final = results["final"]
     if config.shows_classes:
-        print(f"mean IoU {percent(final['all'])} in {results['seconds']:.0f} s")
+        print(f"mean IoU {percent(final['all'])}, background included; training took {results['seconds']:.0f} s")
     else:
         print(f"{figures_line(final)}  Avg {percent(final['avg'])}  in {results['seconds']:.0f} s")
     print(f"run folder: {config.folder}   models: {config.folder}/steps/K/model.safetensors")
-    print(f"next: incseg predict {config.folder} IMAGE… --out DIR   or   incseg eval {config.folder} --help")
+    print(f"next: incseg predict {config.folder} IMAGE… --out DIR   or   incseg extend {config.folder} --help")
     return 0

@@ -42,7 +42,7 @@ class Folder(FileSource):
         self.root = Path(root).expanduser()
         if not self.root.is_dir():
             problem = "is a file" if self.root.exists() else "does not exist"
-            raise UserError(f"the dataset folder '{root}' {problem}; give the place where it is now with --root DIR")
+            raise UserError(f"the dataset folder '{root}' {problem}; give its folder with --root DIR")
         names_file = classes_file or self.root / "classes.txt"
         classes = read_classes(names_file)
         self.background_named = names_background(names_file)

@@ -35,10 +35,10 @@ class ChosenSize:
     def __str__(self) -> str:
         some = sorted(self.sides.items(), key=lambda item: item[1])[:_MOST_NAMED]
         sides = ", ".join(f"{name} {side:.1f}" for name, side in some)
-        text = f"input: shorter side {self.size} pixels; side of the median object in cells of the feature map: {sides}"
+        text = f"input: shorter side {self.size} pixels; width of the median object in cells of the grid: {sides}"
         if self.wanted > self.size:
-            text += f" ({CELLS:g} would be better: a size of {self.wanted}, which takes longer)"
-        return text
+            return f"{text} ({CELLS:g} would be better: a size of {self.wanted}, which takes longer)"
+        return f"{text} ({CELLS:g} is enough)"
 
 
 def object_sides(pixels: PixelCounts, sizes: Sequence[tuple[int, int]], classes: Mapping[int, str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from incseg.data.feeds import Loaded, thinned
-from incseg.engine.forgetting import zero_counts
+from incseg.engine.forgetting import MARGIN, near_new_objects, zero_counts
 from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
@@ -19,7 +19,7 @@ from incseg.methods.base import Method
 from incseg.metrics.forgetting import MOST_LOST, agreement, mean_new_iou
 from incseg.models.segmenter import Segmenter
 
-SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5)
+SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5, -2.0, -3.0)
 """What is tried; of equals the first is taken."""
 _STRIDE = 4
 """Every fourth pixel in both directions is enough to choose by."""
@@ -55,11 +55,12 @@ def calibrate(
         labels = thinned(labels, _STRIDE).to(runtime.device)
         with runtime.autocast():
             logits = model(runtime.move(inputs)).logits
+        near = near_new_objects(labels, num_old, MARGIN // _STRIDE)
         for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
             before = method.predict(strip[:, :num_old], old).labels
             for shift, counted in zip(shifts, counts, strict=True):
                 shifted = torch.cat([strip[:, :num_old], strip[:, num_old:] + shift], 1)
-                counted.add(before, method.predict(shifted, model.increments).labels, labels[:, rows])
+                counted.add(before, method.predict(shifted, model.increments).labels, labels[:, rows], near[:, rows])
         reporter.advance(len(indices))
     names = [name for increment in model.increments for name in increment.classes]
     figures = []

@@ -88,6 +88,8 @@ class Evaluator:
     config: EvalConfig
     runtime: Runtime
     reporter: Reporter
+    unshown_is_zero: bool = True
+    """Whether a class that is predicted and that no test image shows has an IoU of 0, or none."""
 
     @torch.no_grad()
     def count(self, model: Segmenter, method: Method, step: Step) -> Counts:
@@ -127,7 +129,10 @@ class Evaluator:
 
     def figures(self, counts: Counts, step: Step) -> dict[str, Any]:
         """What a row says of a model: image count, Base / New / All / Inc, IoU per class, ranking by uncertainty."""
-        return {"test_images": sum(self.counted[step.index]), **figures(counts, self.protocol, step)}
+        return {
+            "test_images": sum(self.counted[step.index]),
+            **figures(counts, self.protocol, step, self.unshown_is_zero),
+        }
 
 
 def _count_scores(counts: Tensor, prediction: Prediction, target: Tensor) -> None:
@@ -147,10 +152,13 @@ def _count_scores(counts: Tensor, prediction: Prediction, target: Tensor) -> Non
         counts[:, row] += grouped_score_counts(score, groups, left_out + 1)[:left_out]
 
 
-def figures(counts: Counts, protocol: Protocol, step: Step) -> dict[str, Any]:
+def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: bool = True) -> dict[str, Any]:
     """Base / New / All / Inc in percent, IoU per class, and how well classes not learnt yet are told apart:
     from true background by 1 − P(background), from seen classes by the uncertainty; and both by entropy and maximum."""
-    shares = iou(counts.confusion).tolist()
+    found = iou(counts.confusion)
+    if not unshown_is_zero:
+        found[counts.confusion.sum(1) == 0] = math.nan
+    shares = found.tolist()
     names = ["background", *(protocol.dataset.classes[i - 1] for i in step.seen)]
     has_background = protocol.dataset.has_background
     shown = list(zip(names, shares, strict=True))[0 if has_background else 1 :]

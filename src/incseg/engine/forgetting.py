@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.data.feeds import Feed, Loaded
@@ -63,7 +64,7 @@ def compare_models(
 ) -> dict[str, Any]:
     """Predict with the (model, method) before and after, on batches with all labels known to the one after; for JSON.
 
-    classes: per old class the pixels that the model before gives it outside the masks of new classes; how many of them
+    classes: per old class the pixels that the model before gives it outside new objects; how many of them
              the one after gives the same class, a new one (by name), or something else; and both IoUs where the masks
              show the class.
     new:     per new class the images and pixels that are labelled so, the pixels that are predicted so, and the IoU.
@@ -76,21 +77,26 @@ def compare_models(
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
         with runtime.autocast():
             logits = [model.eval()(inputs).logits for model, _ in models]
+        near = near_new_objects(labels, before.num_classes, MARGIN)
         for rows, strips in row_strips_of_all(logits, (labels.shape[-2], labels.shape[-1])):
             first, second = (
                 method.predict(strip, model.increments).labels
                 for strip, (model, method) in zip(strips, models, strict=True)
             )
-            counted.add(first, second, labels[:, rows])
+            counted.add(first, second, labels[:, rows], near[:, rows])
         reporter.advance(len(indices))
     return counted.summary([name for increment in after.increments for name in increment.classes])
+
+
+MARGIN = 8
+"""Pixels around a new object, half a cell of the feature map, that belong to its border and say nothing of the old."""
 
 
 @dataclass
 class Counted:
     """Pixels by what the model before and the one after say of them.
 
-    moved:      (N+1, N+1) by the label before and the label after, outside the masks of new classes.
+    moved:      (N+1, N+1) by the label before and the label after, outside new objects and a margin around them.
     confusions: of both models, row = mask.
     showing:    (N+1,) images that show each label.
     """
@@ -106,12 +112,12 @@ class Counted:
         for one in labels:
             self.showing += (torch.bincount(one.flatten(), minlength=256)[: len(self.showing)] > 0).cpu()
 
-    def add(self, before: Tensor, after: Tensor, labels: Tensor) -> None:
-        """(B, H, W) learnt labels by both models, and those of the masks, UNSEEN and IGNORE among them."""
+    def add(self, before: Tensor, after: Tensor, labels: Tensor, near: Tensor) -> None:
+        """(B, H, W) learnt labels by both models, those of the masks, UNSEEN and IGNORE among them, and which pixels
+        are of new objects or near them."""
         num_labels = len(self.moved)
         target = torch.where(labels == UNSEEN, BACKGROUND, labels)
-        is_new = (target > self.num_old) | (target == IGNORE)
-        self.moved += confusion_counts(after, torch.where(is_new, IGNORE, before), num_labels).cpu()
+        self.moved += confusion_counts(after, torch.where(near, IGNORE, before), num_labels).cpu()
         for confusion, found in zip(self.confusions, (before, after), strict=True):
             confusion += confusion_counts(found, target, num_labels).cpu()
 
@@ -148,6 +154,13 @@ class Counted:
                 for label in new
             },
         }
+
+
+def near_new_objects(labels: Tensor, num_old: int, margin: int) -> Tensor:
+    """(B, H, W) whether a pixel is void, of a class behind the first `num_old`, or at most `margin` pixels from one."""
+    is_new = (labels > num_old) & (labels != UNSEEN) & (labels != IGNORE)
+    wide = F.max_pool2d(is_new[:, None].float(), 2 * margin + 1, stride=1, padding=margin)[:, 0] > 0
+    return wide | (labels == IGNORE)
 
 
 def zero_counts(num_classes: int, num_old: int) -> Counted:

@@ -216,6 +216,8 @@ def model_file(path: Path, step: int | None = None) -> Path:
         if step is not None:
             raise UserError(f"step {step} was asked for, but '{path}' is one step already; give its run folder")
         return path if path.is_file() else own
+    if not run.config.exists() and (path / "tries").is_dir():
+        raise UserError(f"'{path}' is an extension that is not finished; run its incseg extend command again")
     if not run.config.exists() and not (path / "steps").is_dir():
         raise UserError(
             f"'{path}' is no run folder: it has no config.yaml; give the folder that incseg train wrote, "

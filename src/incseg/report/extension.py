@@ -17,6 +17,8 @@ WORSE_BY = 2.0
 """Points of IoU that an old class must lose to be named."""
 FEW = 20
 """Photographs of a class."""
+MUCH_BETTER = 5.0
+"""Points of mean IoU."""
 HARDLY = 5.0
 """Percent of IoU below which a class is as good as not found."""
 
@@ -61,7 +63,7 @@ def try_rows(report: dict[str, Any]) -> list[list[str]]:
 
 def in_words(report: dict[str, Any]) -> list[str]:
     """What happened to the old classes and which new ones were not learnt, a line each."""
-    return [*_of_the_old(report), *_of_the_new(report)]
+    return [*_of_the_old(report), *_of_the_new(report), *_passed_over(report)]
 
 
 def _iou(value: float | None) -> str:
@@ -90,9 +92,30 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
     lines.insert(0, f"{total:.1f} % of the old classes' pixels are labelled as before")
     if 100 - total > MOST_LOST:
         lines.append(
-            "warning: no recipe changed less; photographs that show old classes beside the new ones would help"
+            f"warning: more than {MOST_LOST:g} % of the old classes' pixels changed; --recipe gentle changes less"
         )
     return lines
+
+
+def _passed_over(report: dict[str, Any]) -> list[str]:
+    """A recipe that the rule did not allow and that finds the new classes much better is worth a line."""
+
+    def mean(one: dict[str, Any]) -> float:
+        known = [value for value in one["iou"].values() if value is not None]
+        return sum(known) / len(known) if known else 0.0
+
+    taken = next((one for one in report.get("tries", []) if one["recipe"] == report["recipe"]), None)
+    others = [one for one in report.get("tries", []) if 100 - one["agreement"] > MOST_LOST]
+    if taken is None or not others:
+        return []
+    better = max(others, key=mean)
+    if mean(better) - mean(taken) < MUCH_BETTER:
+        return []
+    name, lost = better["recipe"], 100 - better["agreement"]
+    return [
+        f"note: {name} finds the new classes better, mean IoU {mean(better):.1f} instead of {mean(taken):.1f}, and "
+        f"changes {lost:.1f} % of the old pixels; --recipe {name} takes it"
+    ]
 
 
 def _of_the_new(report: dict[str, Any]) -> list[str]:
@@ -103,17 +126,13 @@ def _of_the_new(report: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{name}: no held-back photograph shows it, so its IoU is not known; add photographs, or val.txt"
             )
+        learnt_from = train_images.get(name, 0)
+        if learnt_from < FEW:
+            advice = f"{learnt_from} photographs are few, so add some"
+        else:
+            advice = "its objects may be too small: try twice the --size, and look at its masks"
         if of_class["predicted"] == 0:
-            few = train_images.get(name, 0)
-            reason = (
-                f"{few} photographs are few, so add some"
-                if few < FEW
-                else "its objects may be too small for this input"
-            )
-            lines.append(f"warning: {name} is never predicted: {reason}; try twice the --size, or --recipe strong")
+            lines.append(f"warning: {name} is never predicted; {advice}")
         elif of_class["iou"] is not None and of_class["iou"] < HARDLY:
-            lines.append(
-                f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); look at its masks, add photographs, or "
-                "try twice the --size"
-            )
+            lines.append(f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); {advice}")
     return lines
