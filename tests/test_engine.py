@@ -594,3 +594,18 @@ def test_mean_losses_are_those_of_the_epoch() -> None:
 
 def test_figures_have_their_names() -> None:
     assert FIGURES == ("base", "new", "all", "inc")
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Settings that came later count as what the run did without them, and as nothing else."""
+    config = small_config(tmp_path / "run", train={"epochs": 1})
+    train(config, quiet)
+    saved = yaml.safe_load(RunDir(config.folder).config.read_text())
+    for group, names in (("data", ("fit", "empty")), ("train", ("own_head", "calibrate"))):
+        for name in names:
+            del saved[group][name]
+    RunDir(config.folder).config.write_text(yaml.safe_dump(saved))
+    train(config, quiet)
+    other = small_config(tmp_path / "run", train={"epochs": 1}, data={"fit": "whole"})
+    with pytest.raises(UserError, match=r"data\.fit was 'crop', now 'whole'"):
+        train(other, quiet)

@@ -49,6 +49,15 @@ MAY_DIFFER = {
 }
 """Settings that change nothing in the result, and so may change when a run goes on."""
 
+BEFORE = {
+    "data.fit": "crop",
+    "data.empty": "leave_out",
+    "train.own_head": False,
+    "train.calibrate": False,
+    "method.class_weight": 0.0,
+}
+"""What a run did that was begun before there was such a setting: it goes on."""
+
 KEPT_SUFFIX = ".run.json"
 """Of a file that was kept of a run (report/kept.py): its figures, without models."""
 
@@ -285,7 +294,8 @@ def read_config(path: Path, *groups: str) -> dict[str, Any]:
 
 def differing_settings(there: dict[str, Any], here: dict[str, Any]) -> str:
     """In words, the first settings of two configurations that change a result and are not the same; else nothing."""
-    was, now = flatten(there), flatten(here)
+    now = flatten(here)
+    was = {**{key: value for key, value in BEFORE.items() if key in now}, **flatten(there)}
     keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key) and key not in MAY_DIFFER)
     return ", ".join(f"{key} was {was.get(key)!r}, now {now.get(key)!r}" for key in keys[:3])
 
