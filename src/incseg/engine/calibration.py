@@ -21,17 +21,19 @@ from incseg.models.segmenter import Segmenter
 
 SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5, -2.0, -3.0)
 """What is tried; of equals the first is taken."""
+_RESERVE = 0.25
+"""Points that are not used up: the whole images, counted later, must keep within MOST_LOST, too."""
 _STRIDE = 4
 """Every fourth pixel in both directions is enough to choose by."""
 
 
-def best(figures: Sequence[tuple[float, float]]) -> int:
+def best(figures: Sequence[tuple[float, float]], most_lost: float = MOST_LOST) -> int:
     """Which of several (mean IoU of new classes, percent of old pixels that stayed) to take, the first of equals.
 
-    The best new classes among those that lose at most MOST_LOST points of the old; where none does, the one that
+    The best new classes among those that lose at most `most_lost` points of the old; where none does, the one that
     loses least.
     """
-    allowed = [index for index, (_, kept) in enumerate(figures) if 100 - kept <= MOST_LOST]
+    allowed = [index for index, (_, kept) in enumerate(figures) if 100 - kept <= most_lost]
     if allowed:
         return max(allowed, key=lambda index: figures[index][0])
     return max(range(len(figures)), key=lambda index: figures[index][1])
@@ -68,6 +70,6 @@ def calibrate(
         found = counted.summary(names)
         kept = agreement(found)
         figures.append((mean_new_iou(found), 100.0 if kept is None else kept))
-    chosen = SHIFTS[best(figures)]
+    chosen = SHIFTS[best(figures, MOST_LOST - _RESERVE)]
     model.classifiers[-1].get_parameter("bias").add_(chosen)
     return chosen
