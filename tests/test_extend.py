@@ -345,6 +345,18 @@ def test_a_run_without_its_settings_of_training_is_refused(first: Path, mine: Pa
         config_of(run.root, mine, tmp_path / "run")
 
 
+def test_sizes_at_which_old_classes_would_see_something_else_are_refused(
+    first: Path, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--root", str(mine), "--classes", "star", "--out", str(tmp_path / "more"), *QUICK]
+    assert main(["extend", str(first), *flags, "--size", "-48"]) == 2
+    capsys.readouterr()
+    for size in ("0", "50", "47", "384"):
+        assert main(["extend", str(first), *flags, "--size", size]) == 2
+        assert "give one of 48, 96, 192" in capsys.readouterr().err
+    assert not (tmp_path / "more" / "tries").exists()
+
+
 def test_a_class_without_images_is_refused(first: Path, mine: Path, tmp_path: Path) -> None:
     shutil.copytree(mine, tmp_path / "mine")
     with (tmp_path / "mine" / "classes.txt").open("a") as file:

@@ -203,6 +203,12 @@ class Asked:
         """Shorter side of the input of the model as it is."""
         return int(self.about.get("test_size", 0)) or int(self.about.get("train", {}).get("crop", 320))
 
+    @property
+    def allowed_sizes(self) -> list[int]:
+        """The model's own size and its multiples, at which the old classes can go on to see their own."""
+        largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
+        return [self.own_size * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
+
     def _look_at_photographs(self) -> None:
         """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
         start = Start(self.file, self.model, self.about)
@@ -221,16 +227,22 @@ class Asked:
         self.lines += [note for note in source.notes if note.startswith("warning")]
         self.lines += write_sheet(inner, meaning.pixels, Path(self.args.out) / SHEET) if speaks() else []
         given = self.args.size is not None or self._given(*_SIZE_FLAGS)
+        if self.args.size is not None and self.recipes != (AS_TRAINED,) and self.args.size not in self.allowed_sizes:
+            allowed = ", ".join(map(str, self.allowed_sizes))
+            raise UserError(
+                f"--size is {self.args.size}; the old classes were trained at {self.own_size} and go on to see that, "
+                f"so give one of {allowed}"
+            )
         if not given and self.recipes != (AS_TRAINED,):
             self._choose_size(source, pixels["train"], ids)
 
     def _choose_size(self, source: Extended, pixels: PixelCounts, ids: dict[int, str]) -> None:
         own = self.own_size
-        largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
-        allowed = [own * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
         sizes = source.sizes("train")
         sides = object_sides(pixels, sizes, ids)
-        self.size = choose_size(sides, allowed, [*sizes, *source.sizes("val")], self.model.backbone.strides[-1])
+        self.size = choose_size(
+            sides, self.allowed_sizes, [*sizes, *source.sizes("val")], self.model.backbone.strides[-1]
+        )
         before = f" (the old classes go on to see {own})" if self.size.size != own else ""
         self.lines.append(f"{self.size}{before}")
 
