@@ -11,7 +11,7 @@ and often its largest area; a first class is usually neither. Where the first na
 more is asked of a background: to be the largest area of nearly all photographs. So there are three degrees:
   - fault: all other classes are shown, the last is not, and 0 does not look like a background. A few photographs are
     not enough for this, unless the last name means void. The same holds where the last number is used for void: it is
-    then in nearly every photograph, never the largest area, and there is no other void.
+    then in nearly every photograph, never the largest area, and nothing else is void.
   - fault: a name says so. The first name means background or void ("_background_"), and no mask holds the last number.
   - note: the same, but 0 looks like a background.
 Masks that show only some of the classes, with 0 elsewhere, are sound: nothing is reported.
@@ -46,7 +46,7 @@ _AREAS = {
 }  # fmt: skip
 """First classes of datasets that are labelled all over: Cityscapes, ADE20k, CamVid, Potsdam, NYU."""
 _FEWEST_IMAGES, _FEWEST_CLASSES = 4, 3
-"""Below these, a class that is not shown is no evidence."""
+"""Below these, a class that is not shown proves nothing."""
 _MISSING_SHARE = 10
 """One class in so many may be missing where all others count as shown."""
 _USUAL, _LARGEST, _LARGEST_BESIDE_AREAS = 0.75, 0.25, 0.9
