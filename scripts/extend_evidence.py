@@ -168,7 +168,8 @@ def page(measured: dict[str, Any]) -> str:
         "",
         "Made by `scripts/extend_evidence.py` (its first lines say how). Clothing Co-Parsing: 1004 photographs of",
         "people, one in six for the test alone. Default flags, two cores, no GPU. IoU in percent, every photograph",
-        "whole and at its own size, as `incseg predict` sees it. One seed.",
+        "whole and at its own size, as `incseg predict` sees it. One seed. Seconds are of a busy machine, but for the",
+        "last section.",
         "",
     ]
     if "a eval joint" in measured:

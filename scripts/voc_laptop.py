@@ -1,4 +1,6 @@
-"""The study of real VOC on a laptop: every run of results/voc-laptop, in the order of their worth; then the rivals.
+"""The study of real VOC on a laptop: every run of results/voc-laptop, in the order of their worth.
+
+First the method of the paper, then the rivals, then `analytic`.
 
 A list of runs for the queue of `incseg sweep`: finished ones are passed over, interrupted ones go on, a base step is
 trained once, and `incseg sweep status` tells how far they are. Two at a time with one thread each by default, which on
@@ -75,11 +77,16 @@ COMBINED = {
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
 }
 """Methods with a piece of another, at the rate and weight of distillation that held-out images ask for."""
+WEIGHTED = {"dkd+weight": ("dkd", "--method.positive_weight", "2")}
+"""DKD with its authors' weight of positive pixels in step 0."""
+ENDS = ("19-1", "5-1")
+"""One increment and fifteen, for the figure of the score against their number."""
 
 
 def rival(name: str, task: str, setting: str = "overlapped", seed: int = 42) -> Run:
     """A method of the comparison."""
-    method, *flags = COMBINED.get(name, (name, *REPLAY) if name == "recall" else (name,))
+    usual = (name, *REPLAY) if name == "recall" else (name,)
+    method, *flags = {**COMBINED, **WEIGHTED}.get(name, usual)
     return Run(f"{task}-{setting}-{name}-s{seed}", (*run(task, setting, method, seed).options, *flags))
 
 
@@ -89,6 +96,14 @@ def comparison() -> Iterator[Run]:
     yield from (rival(name, task, "disjoint") for name in names for task in ("15-1", "15-5"))
     yield from (rival(name, "15-1", seed=seed) for seed in SEEDS[1:] for name in ("finetune", *names))
     yield from (rival(name, "10-1") for name in names)
+    yield from (rival(name, task) for name in WEIGHTED for task in ("15-1", "15-5"))
+    yield from (run(task, method=name) for task in ENDS for name in ("evidential", "mib", "dkd", "finetune"))
+
+
+def analytic() -> Iterator[Run]:
+    for setting in ("overlapped", "disjoint"):
+        yield from (run(task, setting, "analytic", seed) for seed in SEEDS for task in TASKS)
+    yield from (run(task, method="analytic") for task in ("5-1", "5-15", "19-1"))
 
 
 def study() -> Iterator[Run]:
@@ -108,7 +123,7 @@ def study() -> Iterator[Run]:
         yield from (ablation(task, "method.start_score", "0", seed) for seed in SEEDS)
         yield ablation(task, "method.scope", "seen")
         yield ablation(task, "method.kd_reduction", "sum")
-        yield from (ablation(task, "method.lambda_kd", value) for value in ("1", "3", "30"))
+        yield from (ablation(task, "method.lambda_kd", value) for value in ("0", "1", "3", "30"))
     yield ablation("10-1", "method.start_score", "0", first)
     yield ablation("10-1", "train.frozen_later", "nothing")
     yield from (ablation("15-5", "method.rectifier", value) for value in ("relu", "exp"))
@@ -129,6 +144,12 @@ def study() -> Iterator[Run]:
             yield run("15-1", "joint", seed=seed)
             yield run("15-1", method="joint", seed=seed)
             yield run("15-5", method="finetune", seed=seed)
+
+
+def all_runs() -> Iterator[Run]:
+    yield from study()
+    yield from comparison()
+    yield from analytic()
 
 
 def prepared(one: Run, root: str, out: Path) -> tuple[str, ...]:
@@ -211,7 +232,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only runs that results/ does not have so yet")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     args = parser.parse_args()
-    runs = [*dict.fromkeys(r for part in args.only for r in (*study(), *comparison()) if part in r.name)]
+    runs = [*dict.fromkeys(r for part in args.only for r in all_runs() if part in r.name)]
     if args.missing:
         kept = Path("results") / args.out.name / "runs"
         runs = [r for r in runs if not is_kept(r, kept)]

@@ -301,7 +301,7 @@ def test_everything_that_flags_can_say_survives_the_file(tmp_path: Path) -> None
     config = parsed(
         "--data=folder", "--root", "my data/2012", "--task", '[["a b", "c"], ["d"]]', "--out", "123", "--seed", "7",
         "--train.clip", "1e-5", "--train.weight_decay", "1e-7", "--model.dilations", "[1, 2, 4]", "--train.scale",
-        "[0.25, 1]", "--model.weights", "none.pth", "--method.prior", "0.5", "--train.flip", "false", "--precision",
+        "[0.25, 1]", "--model.weights", "none.pth", "--method.ridge", "0.5", "--train.flip", "false", "--precision",
         "bfloat16", "--train.workers", "0",
     )  # fmt: skip
     assert config.as_dict() == parsed("--config", write_config(config, tmp_path / "c.yaml")).as_dict()

@@ -49,7 +49,8 @@ def test_command_parses(line: str) -> None:
         if name == "extend":
             parse_run("incseg extend", "", unknown)
         else:
-            assert method_overrides(name, "evidential", unknown)
+            method = "analytic" if any("sharpness" in token for token in unknown) else "evidential"
+            assert method_overrides(name, method, unknown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

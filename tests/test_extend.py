@@ -122,7 +122,7 @@ QUICK = ("--train.epochs_later", "2", "--threads", "1", *HERE)
 def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It tries recipes, says what it tried and did; what it leaves is an ordinary run, without the model it began with.
 
-    The flag makes own-head and strong alike, so that two recipes are tried."""
+    The flag makes own-head and strong alike, so that three recipes are tried: the model has no sums."""
     start, out = tmp_path / "start", tmp_path / "more"
     shutil.copytree(first, start)
     flags = ["--root", str(mine), "--classes", "star,ring", "--out", str(out), *QUICK]
@@ -135,14 +135,15 @@ def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.Cap
     for name, count in zip(("star", "ring"), counts, strict=True):
         assert (f"only {count} training images show {name}" in said) is (count < 10)
     assert "input: shorter side" in said
-    assert "try 1 of 2, gentle" in said
-    assert "try 2 of 2, own-head" in said
+    for number, name in enumerate(("closed-form", "gentle", "own-head"), start=1):
+        assert f"try {number} of 3, {name}" in said
+    assert "the model has no sums" in said
     assert said.count("knows 2 classes") == 1
     assert "On 6 held-back photographs" in said
     assert "Inc" not in said
     assert f"{out}/steps/1/model.safetensors knows 4 classes: triangle, disc, star, ring" in said
     report = json.loads(RunDir(out).changes.read_text())
-    assert {one["recipe"] for one in report["tries"]} == {"gentle", "own-head"}
+    assert {one["recipe"] for one in report["tries"]} == {"closed-form", "gentle", "own-head"}
     assert (out / "tries" / report["recipe"] / "results.json").exists()
     shutil.rmtree(start)
     row = evaluated_again(out)
@@ -490,4 +491,4 @@ def test_a_softmax_model_keeps_to_its_own_recipe(
     assert main(["extend", str(start), *flags]) == 0
     assert json.loads(RunDir(tmp_path / "more").changes.read_text())["recipe"] == "as-trained"
     assert main(["extend", str(start), *flags, "--recipe", "gentle"]) == 2
-    assert "--recipe gentle is for the method evidential" in capsys.readouterr().err
+    assert "--recipe gentle is not for models of mib" in capsys.readouterr().err

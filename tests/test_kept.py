@@ -177,6 +177,17 @@ def test_a_report_has_kept_runs_in_its_tables_only(runs: Path, capsys: pytest.Ca
     )
 
 
+def test_kept_runs_are_drawn_against_the_number_of_increments(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(runs / "long", (50, 20, 35, 30), task="10-1", groups=(("cat",), ("cow",), ("sheep",)))
+    kept = kept_of(runs)
+    shutil.rmtree(runs)
+    assert main(["report", str(kept), "--images", "0", "--out", "page"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    text = Path("page/index.html").read_text()
+    assert "<th>15-1: 1 increment</th><th>10-1: 2 increments</th>" in text
+    assert "<th>evidential</th><td>40.7 ± 0.9</td><td>35.0</td>" in text
+
+
 BROKEN: dict[str, Any] = {
     "not JSON": b"{",
     "not a record": b"[]",

@@ -372,6 +372,7 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
 
 REPLAY = {"generator": "small_runs:noise", "replay_images": 2}
 RUNS: dict[str, dict[str, Any]] = {name: {"method": {"name": name}} for name in METHODS} | {
+    "analytic": {"method": {"name": "analytic", "columns": 24}},  # fewer than there are cells
     **{f"{name}-ewf": {"method": {"name": name}, "train": {"fusion": "ewf"}} for name in ("mib", "rw", "evidential")},
     "sdr-mib": {"method": {"name": "sdr", "output": "mib"}},
     "recall-replay": {"method": {"name": "recall", "helper_epochs": 1, **REPLAY}},
@@ -400,6 +401,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case: str, tmp_path: Path) ->
     whole, parts = whole_and_parts(tmp_path, (RUNS | HALF)[case])
     last = len(rows_of(whole.folder)) - 1
     for step in range(last + 1):
+        if step and case == "analytic":  # solved in one pass, which begins again
+            interrupt(parts, f"looking at step {step}", 1)
+            continue
         interrupt(parts, f"step {step}/{last}", 2)
         about = checkpoint_of(parts)
         assert (about["step"], about["progress"]["iteration"]) == (step, 1)
@@ -442,7 +446,8 @@ def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(rows) == (1 if METHODS[name].single_step else 2)
     for step, row in enumerate(rows):
         assert all(math.isfinite(value) for value in row["losses"].values())
-        assert 0 < row["gradient"]["mean_norm"] < math.inf
+        assert row["gradient"]["mean_norm"] < math.inf
+        assert row["gradient"]["mean_norm"] > 0 or (name == "analytic" and row["index"])  # which is solved
         for key, tensor in read_tensors(RunDir(config.folder).model(step))[0].items():
             assert tensor.isfinite().all(), key
             assert tensor.dtype in (torch.float32, torch.int64), key

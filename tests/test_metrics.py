@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from incseg.metrics.calibration import expected_calibration_error, reliability_counts
 from incseg.metrics.confusion import confusion_counts, iou, pixel_accuracy
 from incseg.metrics.continual import mean, plop_average, summary
 from incseg.metrics.uncertainty import BINS, grouped_score_counts, median_scores, ranking, score_counts
@@ -264,3 +265,24 @@ def test_medians_are_exact_to_a_bin(number: int) -> None:
         middle = float(torch.quantile(side, 0.5, interpolation="lower"))
         assert float(torch.logit(median) - math.log(middle / (1 - middle))) == pytest.approx(0, abs=0.0101)
     assert float(medians[2]) == 0
+
+
+def test_calibration_error_is_that_of_a_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(2000, generator=generator)
+    came_true = torch.rand(2000, generator=generator) < probabilities**2
+    counted = torch.rand(2000, generator=generator) < 0.9
+    found = expected_calibration_error(reliability_counts(probabilities, came_true, counted))
+    expected = 0.0
+    for first in range(15):
+        inside = counted & (probabilities >= first / 15) & (probabilities < (first + 1) / 15)
+        gap = probabilities[inside].mean() - came_true[inside].float().mean()
+        expected += float(inside.sum() * gap.abs() / counted.sum())
+    assert found == pytest.approx(100 * expected, abs=0.05)
+
+
+def test_certainty_that_always_comes_true_has_no_calibration_error() -> None:
+    ones = torch.ones(50)
+    assert expected_calibration_error(reliability_counts(ones, ones > 0, ones > 0)) == pytest.approx(0, abs=0.04)
+    assert expected_calibration_error(reliability_counts(ones, ones < 0, ones > 0)) == pytest.approx(100, abs=0.04)
+    assert expected_calibration_error(reliability_counts(ones, ones > 0, ones < 0)) is None

@@ -161,9 +161,9 @@ def test_safetensors_of_others_are_refused(path: Path) -> None:
 
 
 def test_files_of_a_newer_version_ask_for_an_update(path: Path) -> None:
-    line = refusal(rewrite(path, format_version="3"))
+    line = refusal(rewrite(path, format_version="4"))
     assert "made by a newer incseg" in line
-    assert "format 3" in line
+    assert "format 4" in line
     assert "no number" in refusal(rewrite(path, format_version="new"))
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -23,9 +24,9 @@ from incseg.experiment import train
 from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
 from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
-from incseg.report.figures import Reliability, Unknown, class_heat_map, class_table, takings
+from incseg.report.figures import Reliability, Unknown, against_increments, class_heat_map, class_table, takings
 from incseg.report.records import read_runs
-from incseg.report.sections import Section, sections_of, step_name
+from incseg.report.sections import MOST_LINES, Ladder, Section, ladders_of, sections_of, step_name
 from incseg.report.style import INK, Drawn, keep, line_style
 from incseg.types import IGNORE
 
@@ -215,6 +216,123 @@ def test_names_of_steps() -> None:
     assert step_name(0, ["cat"] * 9) == "9 classes"
     assert step_name(2, ["sheep"]) == "+ sheep"
     assert step_name(1, ["hat", "coat"]) == "+ hat, coat"
+
+
+# --- over several tasks --------------------------------------------------------------------------------------
+
+TWO_STEPS = (("cat", "cow"), ("sheep", "sofa"))
+
+
+def ladders(*folders: Path) -> list[Ladder]:
+    return ladders_of(read_runs(folders, usual_settings, fail))
+
+
+def all_of(value: float) -> tuple[float, float, float, float]:
+    return (50.0, 20.0, value, 30.0)
+
+
+def write_tasks(folder: Path, *values: float, **about: Any) -> None:
+    """A run of 15-5 with one increment, and one of 15-1 with two."""
+    for task, groups, value in zip(("15-5", "15-1"), (TWO_STEPS, GROUPS), values, strict=False):
+        write_run(folder / task, all_of(value), task=task, groups=groups, **about)
+
+
+def test_the_score_against_the_number_of_increments(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "evidential", 60.0, 40.0)
+    write_run(tmp_path / "seed", all_of(50.0), seed=1337, groups=GROUPS)
+    write_tasks(tmp_path / "mib", 55.0, 30.0, method="mib")
+    write_tasks(tmp_path / "finetune", 10.0, method="finetune")  # one task is no line
+    write_run(tmp_path / "joint", all_of(70.0), method="joint", setting="joint", groups=(sum(GROUPS, ()),))
+    (ladder,) = ladders(tmp_path)
+    assert (ladder.title, ladder.key) == ("voc overlapped", "voc_overlapped")
+    assert list(ladder.increments.items()) == [("15-5", 1), ("15-1", 2)]
+    means = {line.label: {task: found.mean for task, found in line.scores.items()} for line in ladder.lines}
+    assert means == {"evidential": {"15-5": 60.0, "15-1": 45.0}, "mib": {"15-5": 55.0, "15-1": 30.0}}
+    assert ladder.lines[0].scores["15-1"].seeds == 2
+    assert {label: level.mean for label, level in ladder.ceilings.items()} == {"joint": 70.0}
+    (axes,) = against_increments(ladder).axes
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in axes.lines}
+    assert drawn["evidential"] == [[1, 60], [2, 45]]
+    assert drawn["mib"] == [[1, 55], [2, 30]]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1\n15-5", "2\n15-1"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"setting": "disjoint"},
+        {"preset": "paper-voc"},
+        {"rules": "mib"},
+        {"order": "b"},
+        {"method": "mib"},
+        {"settings": {"method.lambda_kd": 1.0}},
+        {"groups": (("cat", "cow"), ("sheep", "horse"))},
+        {"groups": GROUPS},  # as many increments
+        {"groups": TWO_STEPS, "steps_done": 1},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_joined_by_a_line(tmp_path: Path, other: dict[str, Any]) -> None:
+    write_run(tmp_path / "one", groups=GROUPS)
+    write_run(tmp_path / "other", task="15-5", **{"groups": TWO_STEPS, **other})
+    assert ladders(tmp_path) == []
+
+
+def test_presets_and_rules_are_named_where_there_are_several(tmp_path: Path) -> None:
+    for preset, rules in (("voc-laptop", "plop"), ("paper-voc", "mib")):
+        write_tasks(tmp_path / preset, 60.0, 40.0, preset=preset, rules=rules)
+    assert [one.title for one in ladders(tmp_path)] == [
+        "voc overlapped paper-voc mib",
+        "voc overlapped voc-laptop plop",
+    ]
+
+
+def test_tasks_of_the_same_number_of_increments_stand_side_by_side(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "two", 60.0, 40.0)
+    for task, value in (("19-1", 65.0), ("5-15", 55.0)):
+        write_run(tmp_path / task, all_of(value), task=task, groups=TWO_STEPS)
+    (ladder,) = ladders(tmp_path)
+    assert list(ladder.increments) == ["19-1", "15-5", "5-15", "15-1"]
+    (axes,) = against_increments(ladder).axes
+    (line,) = axes.lines
+    places, heights = np.asarray(line.get_xydata()).T.tolist()
+    assert places == sorted(set(places))
+    assert [round(place) for place in places] == [1, 1, 1, 2]
+    assert places[1] == 1
+    assert heights == [65, 60, 55, 40]
+    assert axes.get_xticklabels()[0].get_text() == "1\n19-1\n15-5\n5-15"
+
+
+def test_of_too_many_lines_some_are_drawn_by_rule(tmp_path: Path) -> None:
+    """First more numbers of increments, then fewer options, then the higher score; in the order of the table."""
+    for index in range(MOST_LINES):
+        write_tasks(tmp_path / str(index), 60.0, 40.0 + index, settings={"method.lambda_kd": 20.0 + index})
+    (ladder,) = ladders(tmp_path)
+    assert ladder.drawn == list(ladder.lines)
+    write_tasks(tmp_path / "plain", 20.0, 10.0, method="plop")
+    write_tasks(tmp_path / "three", 20.0, 10.0, method="mib", settings={"method.lambda_kd": 1.0})
+    groups = (("cat",), ("cow",), ("sheep",), ("sofa",))
+    settings = {"method.lambda_kd": 1.0}
+    write_run(tmp_path / "three/10-1", all_of(5.0), task="10-1", method="mib", groups=groups, settings=settings)
+    (ladder,) = ladders(tmp_path)
+    left_out = [line.label for line in ladder.lines if line not in ladder.drawn]
+    assert left_out == ["evidential (lambda_kd 20.0)", "evidential (lambda_kd 21.0)"]
+    assert [line.label for line in ladder.drawn[-2:]] == ["mib", "plop"]
+
+
+def test_the_page_has_the_number_of_increments(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "runs/evidential", 60.0, 40.0)
+    write_tasks(tmp_path / "runs/recall", 65.0, 64.0, method="recall", settings={"method.replay": "web"})
+    write_tasks(tmp_path / "runs/ablations", 61.0, 41.0, settings={"method.lambda_kd": 1.0})
+    page = report(tmp_path / "out", tmp_path / "runs", "--images", 0)
+    assert_alone(page, tmp_path / "out")
+    text = words(page)
+    table = text.split("All 15-5: 1 increment 15-1: 2 increments ")[1]
+    assert table.startswith("evidential 60.0 40.0 recall 65.0 64.0 mIoU over all classes")  # ablations are no methods
+    assert "With more images than the others: recall." in text
+    assert "Drawn are" not in text  # all of them are
+    with Image.open(tmp_path / "out/figures/voc_overlapped-increments.png") as picture:
+        assert picture.convert("L").getextrema() != (255, 255)
 
 
 def test_curves_differ_in_more_than_colour() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import quiet, rows_of, small_config
+from small_runs import Interrupting, quiet, rows_of, small_config
 from torch import Tensor
 
 from incseg.engine.rundir import RunDir
@@ -27,6 +27,7 @@ from incseg.methods.dkd import DKD
 from incseg.methods.ssul import SSUL
 from incseg.models.fusion import fuse, fusion_share
 from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.presets import PRESETS, preset_for
 from incseg.protocol import Protocol
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output, UserError
 
@@ -242,9 +243,9 @@ def test_background_is_where_no_sigmoid_exceeds_a_half() -> None:
 class DKDScene:
     """DKD in step 1, its student moved away from the teacher."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: float) -> None:
         torch.manual_seed(0)
-        self.method, self.model = DKD(), Segmenter(MODEL, True).double().eval()
+        self.method, self.model = DKD(DKD.Config(**options)), Segmenter(MODEL, True).double().eval()
         for step in STEPS:
             self.teacher = self.model.frozen_copy() if step.index else None
             self.model.grow(Increment(step.names, step.new, 4))
@@ -311,3 +312,85 @@ def test_the_auxiliary_classifier_does_not_shape_features() -> None:
             assert not parameter.grad[1:].any()
         else:
             assert parameter.grad is None, name
+
+
+def test_positive_weight_against_a_loop_over_pixels() -> None:
+    """Twice the term of a pixel's own class and of no other; a weight of 1 is the plain loss, bit by bit."""
+    logits, labels = draw(2, 3, 4, 5), torch.tensor([0, 2, 3, 4, IGNORE], dtype=torch.uint8).repeat(2, 4, 1)
+    got = binary_cross_entropy(logits, labels, first=2, positive_weight=2.0)
+    for place in ((b, y, x) for b in range(2) for y in range(4) for x in range(5)):
+        b, y, x = place
+        wanted = 0.0
+        for c in range(3) if labels[place] != IGNORE else ():
+            p = sigmoid(float(logits[b, c, y, x]))
+            wanted -= 2 * math.log(p) if int(labels[place]) == c + 2 else math.log(1 - p)
+        assert float(got[place]) == pytest.approx(wanted)
+    assert torch.equal(binary_cross_entropy(logits, labels, 2, 1.0), binary_cross_entropy(logits, labels, 2))
+    assert torch.autograd.gradcheck(lambda z: binary_cross_entropy(z, labels, 2, 2.0), logits.requires_grad_())
+
+
+def test_dkd_weighs_positive_pixels_in_step_0_alone() -> None:
+    images = draw(2, 3, 16, 16, seed=7)
+    labels = torch.tensor([0, 1, 2, IGNORE], dtype=torch.uint8).repeat(2, 16, 4)
+    counts = torch.bincount(labels.flatten(), minlength=256).double()
+    torch.manual_seed(0)
+    model = Segmenter(MODEL, True).double().eval()
+    model.grow(Increment(STEPS[0].names, STEPS[0].new, 4))
+    torch.nn.init.normal_(model.classifiers[0].get_parameter("weight"), std=0.5)
+    out = model(images)
+    first: dict[float, Tensor] = {}
+    for weight in (1.0, 2.0):
+        method = DKD(DKD.Config(positive_weight=weight))
+        method.begin_step(StepContext(STEPS[0], model, None, lambda: iter(())))
+        losses = method.losses(Batch(images, labels, counts), out, None, STEPS[0])
+        assert set(losses) == {"bce", "auxiliary"}
+        first[weight] = losses["bce"]
+        own = F.binary_cross_entropy_with_logits(
+            F.interpolate(out.logits, (16, 16), mode="bilinear")[:, 1:],
+            torch.stack([labels == 1, labels == 2], 1).double(),
+            pos_weight=torch.full((2, 1, 1), weight, dtype=torch.float64),
+            reduction="none",
+        )
+        torch.testing.assert_close(losses["bce"], own.sum(1)[labels != IGNORE].mean())
+    assert first[2.0] > first[1.0]
+    later = labels.where(labels != 1, 3)
+    (plain, *_), (weighed, *_) = (DKDScene(**options).losses(later) for options in ({}, {"positive_weight": 2.0}))
+    assert plain.keys() == weighed.keys()
+    assert all(torch.equal(plain[name], weighed[name]) for name in plain)
+
+
+def test_steps_cached_before_positive_weight_are_still_found() -> None:
+    name = {"method": "incseg.methods.dkd:DKD"}
+    later = {**name, "lambda_kd": 5.0, "lambda_dkd": 5.0, "lambda_auxiliary": 1.0}
+    assert DKD().recipe(0) == {**name, "lambda_auxiliary": 1.0}
+    assert DKD().recipe(1) == DKD(DKD.Config(positive_weight=2.0)).recipe(1) == later
+    assert DKD(DKD.Config(positive_weight=2.0)).recipe(0) == {**DKD().recipe(0), "positive_weight": 2.0}
+
+
+def test_a_run_begun_before_positive_weight_goes_on(tmp_path: Path) -> None:
+    """Its config.yaml has no such setting."""
+    whole, begun, weighed = (
+        config(tmp_path / name, method={"name": "dkd", "positive_weight": weight})
+        for name, weight in (("whole", 1.0), ("begun", 1.0), ("begun", 2.0))
+    )
+    train(whole, quiet)
+    with pytest.raises(KeyboardInterrupt):
+        train(config(begun.folder, method={"name": "dkd"}), lambda: Interrupting("row 0"))
+    assert "positive_weight" not in RunDir(begun.folder).config.read_text()
+    with pytest.raises(UserError, match=r"positive_weight was 1\.0, now 2\.0"):
+        train(weighed, quiet)
+    train(begun, quiet)
+    assert rows_of(whole.folder) == rows_of(begun.folder)
+    mine, theirs = saved(begun.folder, 1), saved(whole.folder, 1)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_authors_positive_weights_are_in_the_presets_of_the_paper_only() -> None:
+    chosen = {name: preset_for(name, "dkd").get("method", {}).get("positive_weight") for name in PRESETS}
+    assert {name: weight for name, weight in chosen.items() if weight} == {"paper-voc": 2.0, "paper-ade": 35.0}
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan])
+def test_positive_weights_that_are_refused(weight: float) -> None:
+    with pytest.raises(UserError, match="above 0"):
+        DKD.Config(positive_weight=weight)

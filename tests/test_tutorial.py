@@ -24,12 +24,13 @@ def smaller(command: str) -> list[str]:
     words = [SMALLER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[1] in ("train", "extend"):
         words += ["--train.workers", "0", "--eval.workers", "0"]
-    return words if words[1] in ("data", "export") else [*words, "--threads", "1"]
+    return words if words[1] in ("data", "export", "remove") else [*words, "--threads", "1"]
 
 
 def test_the_page_shows_the_whole_way() -> None:
     assert [line.split()[1] for line in COMMANDS] == [
-        "data", "data", "train", "predict", "extend", "predict", "eval", "extend", "export", "predict",
+        "data", "data", "train", "predict", "extend", "predict", "eval", "extend", "extend", "remove",
+        "export", "predict",
     ]  # fmt: skip
     assert all(f"{flag} {value}" in PAGE for flag, value in SMALLER.items())
 
@@ -47,6 +48,8 @@ def test_every_command_runs(
     said = capsys.readouterr().out
     assert "knows 7 classes: disc, square, triangle, ring, star, cross, flower" in said
     assert incseg.load("tutorial/third").classes[-1] == "flower"
+    assert incseg.load("tutorial/more-stars").classes[-1] == "star"
+    assert "star" not in incseg.load("tutorial/no-star.safetensors").classes
     seen = json.loads(Path("tutorial/second-seen/predictions.json").read_text())
     assert len(seen["images"]) == 24
     for file in re.findall(r"`(tutorial/[\w/.*-]+)`", PAGE):

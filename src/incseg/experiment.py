@@ -38,6 +38,7 @@ from incseg.engine.steps import StepStore
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.files import cache_path, read_tensors, tensors_digest, write_json
 from incseg.methods import build_method
+from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter, build_segmenter
@@ -218,6 +219,8 @@ class Setup:
                     "data.presence counts classes as the dataset does, not as a model to begin with; leave it out"
                 )
             start = Start.open(config.start, method, config.method["name"])
+            if isinstance(method, Analytic):
+                start.learn_further(config.task, method.config.ridge)
             extended = start.extended(source, config.task)
             source, task = extended, [extended.known, extended.new]
         meaning = read_meaning(source, reporter) if config.data.name == OWN_PHOTOGRAPHS else None

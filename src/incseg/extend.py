@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from incseg.engine.calibration import best
 from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir, differing_settings, read_config
 from incseg.engine.runtime import speaks
 from incseg.experiment import RunConfig, train
 from incseg.files import read_json, write_json
-from incseg.metrics.forgetting import agreement, mean_new_iou
+from incseg.metrics.forgetting import agreement, best, mean_new_iou
 from incseg.types import UserError
 
 BATCH = 8
@@ -34,6 +33,8 @@ class Recipe:
     what: str
     settings: dict[str, dict[str, Any]] = field(repr=False)
     updates: int = 0
+    method: str | None = None
+    """The method that learns so; None for the one that trained the model."""
 
     def epochs(self, images: int) -> int:
         """Passes over so many images that make about as many updates, and four at least."""
@@ -42,7 +43,7 @@ class Recipe:
     @property
     def sees_larger(self) -> bool:
         """Whether the new classes may see a larger input than the old ones."""
-        return bool(self.settings.get("train", {}).get("own_head"))
+        return bool(self.settings.get("train", {}).get("own_head")) or self.method == "analytic"
 
 
 def _frozen(own_head: bool) -> dict[str, dict[str, Any]]:
@@ -59,14 +60,30 @@ def _frozen(own_head: bool) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+CLOSED_FORM = Recipe(
+    "closed-form",
+    "the new classes solved in closed form against everything seen before, in seconds; all else stays as it is",
+    {
+        "model": {"freeze_backbone": True},
+        "method": {"sgd_share": 1.0},
+        "train": {
+            "frozen_later": "model", "own_head": False, "calibrate": True, "scale": None, "flip": False,
+            "batch_size": BATCH, "accumulate": None, "fusion": None,
+        },
+        "eval": {"batch_size": 8},
+    },
+    method="analytic",
+)  # fmt: skip
 AS_TRAINED = Recipe("as-trained", "the settings that the model's own later steps were trained by", {})
 LADDER = (
-    Recipe("gentle", "a classifier for the new classes; all else stays as it is", _frozen(False), 160),
-    Recipe("own-head", "a head of their own for the new classes; all else stays as it is", _frozen(True), 160),
-    Recipe("strong", "the same, trained twice as long", _frozen(True), 320),
+    Recipe("gentle", "a classifier for the new classes; all else stays as it is", _frozen(False), 160, "evidential"),
+    Recipe(
+        "own-head", "a head of their own for the new classes; all else stays as it is", _frozen(True), 160, "evidential"
+    ),
+    Recipe("strong", "the same, trained twice as long", _frozen(True), 320, "evidential"),
 )
 """From gentle to strong."""
-RECIPES = {recipe.name: recipe for recipe in (*LADDER, AS_TRAINED)}
+RECIPES = {recipe.name: recipe for recipe in (CLOSED_FORM, *LADDER, AS_TRAINED)}
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,15 @@ class DatasetInfo:
 class Increment:
     """What a model remembers of a step it learnt: saved in the model file, used by inference.
 
-    head: the head of the network that its classifier reads; 0 is the first.
+    head:   the head of the network that its classifier reads; 0 is the first.
+    solved: whether its scores were solved in closed form, not trained; its head is then that closed form.
     """
 
     classes: tuple[str, ...]
     ids: tuple[int, ...]
     train_images: int = 0
     head: int = 0
+    solved: bool = False
 
 
 @dataclass

@@ -80,7 +80,7 @@ class MemoryFeed(Feed):
     def mask(self, image: int) -> np.ndarray:
         raise NotImplementedError("a bench has labels without masks")
 
-    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
+    def plain(self, step: Step, batch_size: int, positions: Sequence[int] | None = None) -> Iterator[Loaded]:
         return iter(self.loaded)
 
     def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:

@@ -24,8 +24,10 @@ from incseg.engine.runtime import speaks
 from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
 from incseg.experiment import SHEET, RunConfig, open_source, read_meaning, write_sheet
-from incseg.extend import AS_TRAINED, LADDER, RECIPES, Recipe, Try, extend
+from incseg.extend import AS_TRAINED, CLOSED_FORM, LADDER, RECIPES, Recipe, Try, extend
 from incseg.inference import require_trusted
+from incseg.methods import find_method
+from incseg.methods.analytic import Analytic
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.presets import preset_for
@@ -57,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", type=int, metavar="PIXELS", help="shorter side of the input (default: by the size of the new objects)"
     )
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR",
+        help="for a model without sums of what it learnt from: any images that show its classes, without masks",
+    )  # fmt: skip
     parser.add_argument("--step", type=int, metavar="K", help="which step of the run to begin with (default: the last)")
     parser.add_argument("--method", metavar="NAME", help="how to learn (default: the method that trained the model)")
     parser.add_argument("--seed", type=int, default=42, help="of everything random (default: 42)")
@@ -113,6 +119,7 @@ class Asked:
     """What a command line asks for, with what the model and the photographs say to it.
 
     train_images: how many photographs to learn from show each new class.
+    further:      classes that the model knows and learns further.
     lines:        what a person should read before the work begins.
     """
 
@@ -124,6 +131,7 @@ class Asked:
     train_images: dict[str, int] = dataclasses.field(default_factory=dict)
     num_images: int = 0
     size: ChosenSize | None = None
+    further: list[str] = dataclasses.field(default_factory=list)
     lines: list[str] = dataclasses.field(default_factory=list)
 
     @staticmethod
@@ -137,10 +145,11 @@ class Asked:
             )
         method = trained_by if args.method in (None, trained_by["name"]) else {"name": args.method}
         require_trusted(file, method["name"], args.method)
-        if args.recipe not in (AUTO, AS_TRAINED.name) and method["name"] != _OF_RECIPES:
+        allowed = _recipes_of(method["name"], model)
+        if args.recipe != AUTO and RECIPES[args.recipe] not in allowed:
             raise UserError(
-                f"--recipe {args.recipe} is for the method {_OF_RECIPES}, and the model is of {method['name']}; leave "
-                f"it out, or give --method {_OF_RECIPES}"
+                f"--recipe {args.recipe} is not for models of {method['name']}; give one of "
+                f"{', '.join(recipe.name for recipe in allowed)}"
             )
         asked = Asked(args, file, model, about, method)
         asked._look_at_photographs()
@@ -150,7 +159,10 @@ class Asked:
     def recipes(self) -> tuple[Recipe, ...]:
         if self.args.recipe != AUTO:
             return (RECIPES[self.args.recipe],)
-        return LADDER if self.method["name"] == _OF_RECIPES else (AS_TRAINED,)
+        allowed = [recipe for recipe in _recipes_of(self.method["name"], self.model) if self._knows_flags(recipe)]
+        if CLOSED_FORM in allowed and self.model.closed_form is not None:
+            return (CLOSED_FORM,)
+        return tuple(recipe for recipe in allowed if recipe is not AS_TRAINED) or (AS_TRAINED,)
 
     def tries(self) -> list[Try]:
         """One for each recipe; recipes that the given flags make alike are tried once."""
@@ -174,10 +186,12 @@ class Asked:
             "device": args.device,
             "threads": args.threads,
             "data": {"name": args.data, "root": args.root},
-            "method": dict(self.method),
+            "method": _method_of(recipe, self.method),
             "model": dict(vars(self.model.config)),
             **_as_trained(self.file, self.about, self.method["name"]),
         }
+        if recipe is CLOSED_FORM and args.images is not None:
+            defaults["method"]["images"] = str(args.images)
         if recipe is not AS_TRAINED:
             defaults["data"] |= {"fit": "whole", "empty": "learn"}
             defaults["train"]["epochs_later"] = (
@@ -187,7 +201,19 @@ class Asked:
             defaults["train"]["crop"] = defaults["eval"]["size"] = size
         for group, values in recipe.settings.items():
             defaults[group] = {**defaults[group], **values}
+        if recipe is CLOSED_FORM and any(increment.solved for increment in self.model.increments):
+            # what is solved goes on as it is
+            defaults["method"]["sgd_share"] = self.method.get("sgd_share", Analytic.Config.sgd_share)
         return parse_extension("incseg extend", defaults, args.unknown)
+
+    def _knows_flags(self, recipe: Recipe) -> bool:
+        """Whether the options of a method that are on the command line are those of the recipe's method."""
+        known = {f"--method.{field.name}" for field in dataclasses.fields(find_method(self._name_of(recipe)).Config)}
+        given = {token.split("=")[0] for token in self.args.unknown if token.startswith("--method.")}
+        return given <= known or recipe is AS_TRAINED
+
+    def _name_of(self, recipe: Recipe) -> str:
+        return recipe.method or str(self.method["name"])
 
     def _given(self, *flags: str) -> bool:
         """Whether one of these flags is on the command line."""
@@ -206,12 +232,20 @@ class Asked:
     @property
     def allowed_sizes(self) -> list[int]:
         """The model's own size and its multiples, at which the old classes can go on to see their own."""
+        if self.further or any(increment.solved for increment in self.model.increments):
+            return [self.own_size]  # solved classes see the input as it is
         largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
         return [self.own_size * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
 
     def _look_at_photographs(self) -> None:
         """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
         start = Start(self.file, self.model, self.about)
+        if self.recipes == (CLOSED_FORM,):
+            self.further = start.learn_further(self.args.classes or "", Analytic.Config.ridge)
+            if self.further:
+                self.lines.append(
+                    f"{', '.join(self.further)}: known, so learnt further; what was seen of it before counts, too"
+                )
         inner = open_source(self.config(AS_TRAINED).data)
         source = start.extended(inner, self.args.classes or "joint")
         with contextlib.closing(Screen()) as reporter:
@@ -245,6 +279,23 @@ class Asked:
         )
         before = f" (the old classes go on to see {own})" if self.size.size != own else ""
         self.lines.append(f"{self.size}{before}")
+
+
+def _recipes_of(method: str, model: Segmenter) -> tuple[Recipe, ...]:
+    """Those that go on with a model, by the method that it is of."""
+    if any(increment.solved for increment in model.increments):
+        return (CLOSED_FORM,)
+    if method == CLOSED_FORM.method:
+        return (CLOSED_FORM, *LADDER)
+    return (CLOSED_FORM, *LADDER, AS_TRAINED) if method == _OF_RECIPES else (AS_TRAINED,)
+
+
+def _method_of(recipe: Recipe, trained_by: dict[str, Any]) -> dict[str, Any]:
+    """The method of a try, with the options of the model's own that it has, too."""
+    if recipe.method in (None, trained_by["name"]):
+        return dict(trained_by)
+    known = {field.name for field in dataclasses.fields(find_method(str(recipe.method)).Config)}
+    return {**{key: value for key, value in trained_by.items() if key in known}, "name": recipe.method}
 
 
 def _without_out(config: RunConfig) -> dict[str, Any]:

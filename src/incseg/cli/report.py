@@ -14,7 +14,8 @@ import incseg
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
 from incseg.gallery import Models, report_blocks
-from incseg.report.chapters import own_photographs, section_blocks, table_chapters, under_way
+from incseg.report.chapters import increments_chapter, own_photographs, section_blocks, table_chapters, under_way
+from incseg.report.compare import set_apart
 from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
 from incseg.report.records import RunRecord, read_runs, require_some
 from incseg.report.sections import sections_of
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     figures = out / FIGURES_FOLDER
     chapters = own_photographs(records, warnings.add) + table_chapters(records, warnings.add)
     chapters += [chapter] if (chapter := under_way(records)) else []
+    methods, _ = set_apart(records, args.runs)  # ablations would hide the methods among their variants
+    chapters += [chapter] if (chapter := increments_chapter(methods, figures)) else []
     models = Models(args.device, args.threads, args.method)
     sections = sections_of(records, warnings.add)
     of_sections = [Chapter(s.title, section_blocks(s, figures, warnings.add)) for s in sections]

@@ -23,7 +23,7 @@ from incseg.experiment import DataConfig, RunConfig
 from incseg.methods import METHODS, find_method
 from incseg.models.segmenter import ModelConfig
 from incseg.names import unknown
-from incseg.presets import DEFAULT_PRESET, preset_for
+from incseg.presets import DEFAULT_METHOD, DEFAULT_PRESET, preset_for
 from incseg.types import UserError
 
 SHORT = {
@@ -46,11 +46,12 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     tokens = [lengthen(token) for token in argv]
     file, tokens = _take_option("--config", tokens)
     config = _from_file(file) if file is not None else {}
-    method = _last("--method.name", tokens) or config.get("method", {}).get("name") or "evidential"
-    if method != config.get("method", {}).get("name", method):
-        config["method"] = {"name": method}  # another method's options mean nothing to this one
     data = _last("--data.name", tokens) or config.get("data", {}).get("name") or "shapes"
     preset = _last("--preset", tokens) or config.get("preset") or DEFAULT_PRESET.get(data, "shapes")
+    usual = DEFAULT_METHOD.get(preset, "evidential")
+    method = _last("--method.name", tokens) or config.get("method", {}).get("name") or usual
+    if method != config.get("method", {}).get("name", method):
+        config["method"] = {"name": method}  # another method's options mean nothing to this one
     parser = run_parser(prog, description, method)
     parser.set_defaults(_flat({**preset_for(preset, method), "preset": preset}))
     if "-h" in tokens or "--help" in tokens:

@@ -51,8 +51,8 @@ class Feed(ABC):
         """Augmented images of a step with their training labels, in the order of `keys`."""
 
     @abstractmethod
-    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
-        """One pass over the training images of a step as the test would show them."""
+    def plain(self, step: Step, batch_size: int, positions: Sequence[int] | None = None) -> Iterator[Loaded]:
+        """One pass over the training images of a step as the test would show them, or over some of them."""
 
     @abstractmethod
     def mask(self, image: int) -> np.ndarray:
@@ -96,10 +96,11 @@ class PixelFeed(Feed):
         for inputs, labels, indices in batches(view, keys, self.train_workers, self.pin):
             yield inputs, thinned(labels, self.label_stride), indices
 
-    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
+    def plain(self, step: Step, batch_size: int, positions: Sequence[int] | None = None) -> Iterator[Loaded]:
         images = self.train_images[step.index]
+        positions = range(len(images)) if positions is None else positions
         view = StepView(self.source, "train", images, step.train_table, self.plain_transform)
-        yield from batches(view, in_order(range(len(images)), batch_size), self.train_workers, self.pin)
+        yield from batches(view, in_order(positions, batch_size), self.train_workers, self.pin)
 
     def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
         view = StepView(self.source, self.test_split, self.test_images, step.test_table, self.test_transform)
@@ -133,9 +134,9 @@ class FeatureFeed(Feed):
 
         return _ahead(load, keys)
 
-    def plain(self, step: Step, batch_size: int) -> Iterator[Loaded]:
+    def plain(self, step: Step, batch_size: int, positions: Sequence[int] | None = None) -> Iterator[Loaded]:
         images = self.train_images[step.index]
-        keys = in_order(range(len(images)), batch_size)
+        keys = in_order(range(len(images)) if positions is None else positions, batch_size)
         return _ahead(lambda batch: self._unflipped(self.train_store, images, batch, step.train_table), keys)
 
     def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:

@@ -87,10 +87,17 @@ class ImageFolders(Unlabelled):
                 f"'{self.root}' has no folder for the class '{name}', but {listed or 'none at all'}; make one folder "
                 "of images per class, named as the dataset spells it"
             )
-        files = sorted(f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.name[0] != ".")
-        if not files:
-            raise UserError(f"'{folder}' has no image; put some of type {', '.join(IMAGE_SUFFIXES)} directly into it")
-        return files
+        return image_files(folder)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images directly in a folder, by name."""
+    if not folder.is_dir():
+        raise UserError(f"'{folder}' is not a folder; give one that has images in it")
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.name[0] != ".")
+    if not files:
+        raise UserError(f"'{folder}' has no image; put some of type {', '.join(IMAGE_SUFFIXES)} directly into it")
+    return files
 
 
 class Generator(Unlabelled):

@@ -6,7 +6,8 @@ the old classes keep their pixels outside new objects, the one with the best mea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -15,41 +16,38 @@ from incseg.engine.forgetting import MARGIN, near_new_objects, zero_counts
 from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
-from incseg.methods.base import Method
-from incseg.metrics.forgetting import MOST_LOST, agreement, mean_new_iou
+from incseg.methods.base import Judged, Method
+from incseg.metrics.forgetting import ALLOWED, agreement, best, mean_new_iou
 from incseg.models.segmenter import Segmenter
 
 SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5, -2.0, -3.0)
 """What is tried; of equals the first is taken."""
-_RESERVE = 0.25
-"""Points that are not used up: the whole images, counted later, must keep within MOST_LOST, too."""
 _STRIDE = 4
 """Every fourth pixel in both directions is enough to choose by."""
 
 
-def best(figures: Sequence[tuple[float, float]], most_lost: float = MOST_LOST) -> int:
-    """Which of several (mean IoU of new classes, percent of old pixels that stayed) to take, the first of equals.
-
-    The best new classes among those that lose at most `most_lost` points of the old; where none does, the one that
-    loses least.
-    """
-    allowed = [index for index, (_, kept) in enumerate(figures) if 100 - kept <= most_lost]
-    if allowed:
-        return max(allowed, key=lambda index: figures[index][0])
-    return max(range(len(figures)), key=lambda index: figures[index][1])
-
-
-@torch.no_grad()
 def calibrate(
     model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter
 ) -> float:
-    """Shift the scores of the newest classes by the best of SHIFTS, in their classifier's bias; returns the shift.
+    """Shift the scores of the newest classes by the best of SHIFTS; returns the shift.
 
     The old classes' scores must be those of the model before: everything but the newest classifier and its head was
     frozen.
     """
+    chosen = judge(model, method, batches, runtime, reporter).shift
+    model.shift_newest(chosen)
+    return chosen
+
+
+@torch.no_grad()
+def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter) -> Judged:
+    """The best of SHIFTS on these images, and what it reaches; the model stays as it is."""
     model.eval()
-    old, num_new = model.increments[:-1], len(model.increments[-1].classes)
+    newest = model.increments[-1]
+    form = model.closed_form
+    are_odds = newest.solved and form is not None and form.sgd_share < 1  # of all classes
+    old = [replace(i, solved=i.solved or are_odds) for i in model.increments[:-1]]
+    num_new = len(newest.classes)
     num_old = model.num_classes - num_new
     shifts = torch.tensor(SHIFTS, device=runtime.device)
     counts = [zero_counts(model.num_classes, num_old) for _ in SHIFTS]
@@ -70,6 +68,5 @@ def calibrate(
         found = counted.summary(names)
         kept = agreement(found)
         figures.append((mean_new_iou(found), 100.0 if kept is None else kept))
-    chosen = SHIFTS[best(figures, MOST_LOST - _RESERVE)]
-    model.classifiers[-1].get_parameter("bias").add_(chosen)
-    return chosen
+    chosen = best(figures, ALLOWED)
+    return Judged(*figures[chosen], SHIFTS[chosen])

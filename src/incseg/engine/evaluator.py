@@ -16,6 +16,7 @@ from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.losses.softmax import normalised_entropy
 from incseg.methods.base import Method
+from incseg.metrics.calibration import FINE_BINS, expected_calibration_error, reliability_counts
 from incseg.metrics.confusion import confusion_counts, iou
 from incseg.metrics.continual import summary
 from incseg.metrics.uncertainty import BINS, grouped_score_counts, ranking
@@ -48,6 +49,8 @@ class EvalConfig:
 GROUPS = ("background", "seen", "unseen")
 SCORES = ("not_background", "uncertainty", "entropy", "not_strongest")
 """1 − P(background), the method's own uncertainty, the entropy of its probabilities, 1 − their maximum."""
+CLAIMS = ("strongest", "background")
+"""The probability of the most probable label, and that of background: each should come true as often as it says."""
 SCORE_STRIDE = 2
 """Every so many-th pixel in both directions is ranked: neighbours say the same, and all probabilities are dear."""
 
@@ -58,20 +61,23 @@ class Counts:
 
     confusion: (N+1, N+1) over the images that the rules count.
     scores:    (groups, scores, BINS) histograms over all images of SCORES at pixels of GROUPS.
+    claims:    (claims, 2, FINE_BINS) `reliability_counts` of CLAIMS over the images that the rules count.
     """
 
     confusion: Tensor
     scores: Tensor
+    claims: Tensor
 
     @staticmethod
     def zero(num_labels: int, device: torch.device) -> Counts:
         return Counts(
             torch.zeros(num_labels, num_labels, dtype=torch.int64, device=device),
             torch.zeros(len(GROUPS), len(SCORES), BINS, dtype=torch.int64, device=device),
+            torch.zeros(len(CLAIMS), 2, FINE_BINS, dtype=torch.int64, device=device),
         )
 
     def reduce(self, runtime: Runtime) -> Counts:
-        return Counts(runtime.sum(self.confusion).cpu(), runtime.sum(self.scores).cpu())
+        return Counts(*(runtime.sum(part).cpu() for part in (self.confusion, self.scores, self.claims)))
 
 
 @dataclass
@@ -114,14 +120,15 @@ class Evaluator:
                 )
             for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
                 target = labels[:, rows]
+                first = -rows.start % SCORE_STRIDE
+                some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
+                thinned = method.predict(strip[some].contiguous(), model.increments)  # twice as fast as strided
                 if step.future:
-                    first = -rows.start % SCORE_STRIDE
-                    some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
-                    thinned = strip[some].contiguous()  # twice as fast as strided
-                    _count_scores(counts.scores, method.predict(thinned, model.increments), target[some])
+                    _count_scores(counts.scores, thinned, target[some])
                 found = method.predict(strip, model.increments).labels
                 target = torch.where(target == UNSEEN, unseen, target)
                 target = torch.where(in_matrix, target, IGNORE)
+                _count_claims(counts.claims, thinned, target[some])
                 counts.confusion += confusion_counts(found, target, model.num_classes + 1)
             self.reporter.advance(len(indices) * self.runtime.world)
         self.reporter.end()
@@ -152,6 +159,16 @@ def _count_scores(counts: Tensor, prediction: Prediction, target: Tensor) -> Non
         counts[:, row] += grouped_score_counts(score, groups, left_out + 1)[:left_out]
 
 
+def _count_claims(counts: Tensor, prediction: Prediction, target: Tensor) -> None:
+    strongest = prediction.probabilities.max(1)
+    claims = (
+        (strongest.values, strongest.indices == target),
+        (prediction.probabilities[:, 0], target == BACKGROUND),
+    )
+    for row, (probability, came_true) in enumerate(claims):
+        counts[row] += reliability_counts(probability, came_true, target != IGNORE)
+
+
 def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: bool = True) -> dict[str, Any]:
     """Base / New / All / Inc in percent, IoU per class, and how well classes not learnt yet are told apart:
     from true background by 1 − P(background), from seen classes by the uncertainty; and both by entropy and maximum."""
@@ -173,6 +190,7 @@ def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: boo
     return {
         **summary(shares, _learnt_groups(protocol, step), has_background),
         "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
+        "calibration": {claim: expected_calibration_error(counts.claims[row]) for row, claim in enumerate(CLAIMS)},
         "unseen": {
             "from_background": ranked("background", "not_background") if has_background else None,
             "from_seen": ranked("seen", "uncertainty"),

@@ -55,6 +55,7 @@ BEFORE = {
     "train.own_head": False,
     "train.calibrate": False,
     "method.class_weight": 0.0,
+    "method.positive_weight": 1.0,
 }
 """What a run did that was begun before there was such a setting: it goes on."""
 

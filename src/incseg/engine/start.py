@@ -62,6 +62,22 @@ class Start:
             model = evidential_from_softmax(model, method.config.rectifier)
         return Start(file, model, about)
 
+    def learn_further(self, task: str, ridge: float) -> list[str]:
+        """Make the classes of a task new again that were solved in closed form: their sums wait for more images.
+
+        Returns their names. All other classes stay; one that was trained is not learnt further.
+        """
+        solved = {name for increment in self.model.increments if increment.solved for name in increment.classes}
+        named = [task] if task in solved else [name.strip() for name in task.split(",")]
+        again = [name for name in named if name in solved]
+        if again and len(again) == len(self.classes):
+            raise UserError(f"'{task}' names all classes of the model '{self.file}'; leave one that it keeps")
+        for name in again:
+            label = self.model.remove(name, ridge, to_learn_further=True)
+            if label < len(self.about.get("palette", [])):
+                del self.about["palette"][label]
+        return again
+
     @property
     def classes(self) -> tuple[str, ...]:
         return tuple(name for increment in self.model.increments for name in increment.classes)

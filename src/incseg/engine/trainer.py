@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from incseg.data.feeds import Feed
 from incseg.data.views import EpochOrder
 from incseg.engine.board import Board
-from incseg.engine.calibration import calibrate
+from incseg.engine.calibration import judge
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.evaluator import Evaluator
 from incseg.engine.progress import Reporter
@@ -27,7 +27,7 @@ from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
 from incseg.engine.steps import Kept, StepStore
 from incseg.files import read_tensors, write_array, write_record, write_tensors
-from incseg.methods.base import Method, StepContext
+from incseg.methods.base import Judged, Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.fusion import fuse, fusion_share
@@ -215,10 +215,14 @@ class Trainer:
                 self.reporter.say(
                     f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there"
                 )
+        to_keep = kept is None
         if kept is not None:
             self.model, progress = kept.model.to(self.runtime.device), kept.progress
             if kept.state:
                 self._load_state(kept.state)
+            to_keep = self.method.complete(self._context(step, None)) and kept is not self.start
+        elif self.method.solves(step):
+            progress = self._solve(step)
         else:
             progress = self._train(step)
         evaluated = time.monotonic()
@@ -239,12 +243,14 @@ class Trainer:
             save_segmenter(self.folder.model(step.index), self.model, self.about)
             write_tensors(self.folder.state(step.index), self.method.state(), {})
             write_array(self.folder.confusion(step.index), counts.confusion.numpy())
-            if kept is None:
+            if to_keep:
                 self.steps.keep(so_far, self.feed.train_images, self.folder, progress)
         return row
 
     def _train(self, step: Step) -> Progress:
         """Grow the model by the step's classes and fit it."""
+        if step.index and self.train.frozen_later != "model":
+            self.model.drop_closed_form()  # it holds for the network as it is
         own_head = bool(step.index) and self.train.own_head
         # A model that stays as it is needs no teacher: there is nothing to forget.
         teacher = self.model.frozen_copy() if step.index and self.train.frozen_later != "model" else None
@@ -256,33 +262,52 @@ class Trainer:
                 if network is not None:
                     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model.freeze(self.train.for_step(step.index)[2])
-        context = StepContext(
+        context = self._context(step, teacher)
+        self.method.begin_step(context)
+        progress = self._fit(step, teacher)
+        if self.train.fusion == "ewf" and teacher is not None:
+            fuse(self.model, teacher, fusion_share(len(step.new), len(step.seen)))
+        self.method.end_step(context)
+        if self._may_look(step):
+            self.model.shift_newest(self._judge(step).shift)
+        return progress
+
+    def _solve(self, step: Step) -> Progress:
+        """Learn the step in closed form: one pass over its images."""
+        started = time.monotonic()
+        context = self._context(step, None)
+        self.method.solve(context)
+        if self._may_look(step):
+            self.method.tune(context, lambda: self._judge(step))
+        return Progress(seconds=time.monotonic() - started)
+
+    def _context(self, step: Step, teacher: Segmenter | None) -> StepContext:
+        return StepContext(
             step=step,
             model=self.model,
             teacher=teacher,
-            batches=lambda: self._plain_batches(step),
+            batches=lambda positions=None: self._plain_batches(step, positions),
             mean=self.runtime.mean,
             inputs=self._inputs,
             total=self.runtime.sum,
             share=self.runtime.share,
             say=self.reporter.say,
             label_counts=lambda: self.feed.label_counts(step),
+            num_images=len(self.feed.train_images[step.index]),
         )
-        self.method.begin_step(context)
-        progress = self._fit(step, teacher)
-        if self.train.fusion == "ewf" and teacher is not None:
-            fuse(self.model, teacher, fusion_share(len(step.new), len(step.seen)))
-        self.method.end_step(context)
-        if self.train.calibrate and self.train.frozen_later == "model" and step.index and self.feed.test_images:
-            self._calibrate(step)
-        return progress
 
-    def _calibrate(self, step: Step) -> None:
+    def _may_look(self, step: Step) -> bool:
+        """Whether held-back images may help to choose how boldly new classes are predicted."""
+        frozen = self.train.frozen_later == "model" and step.index > 0
+        return self.train.calibrate and frozen and bool(self.feed.test_images)
+
+    def _judge(self, step: Step) -> Judged:
         images, config = len(self.feed.test_images), self.evaluator.config
         self.reporter.begin("calibrating", images)
         batches = self.feed.testing(step, range(images), config.batch_size if config.size else 1)
-        calibrate(self.model, self.method, batches, self.runtime, self.reporter)
+        found = judge(self.model, self.method, batches, self.runtime, self.reporter)
         self.reporter.end()
+        return found
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
         self.method.load_state({name: tensor.to(self.runtime.device) for name, tensor in state.items()})
@@ -403,12 +428,13 @@ class Trainer:
                     old = teacher(batch.inputs)
             return model(batch.inputs), old
 
-    def _to_batch(self, inputs: Inputs, labels: Tensor) -> Batch:
+    def _to_batch(self, inputs: Inputs, labels: Tensor, alone: bool = False) -> Batch:
+        """A batch on the device; its counts are the mean over all processes, or those of this one `alone`."""
         labels = labels.to(self.runtime.device, non_blocking=True)
         if self.train.uses("channels_last") and isinstance(inputs, Tensor):
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        counts = self.runtime.mean(torch.bincount(labels.flatten(), minlength=256).float())
-        return Batch(self.runtime.move(inputs), labels, counts)
+        counts = torch.bincount(labels.flatten(), minlength=256).float()
+        return Batch(self.runtime.move(inputs), labels, counts if alone else self.runtime.mean(counts))
 
     def _inputs(self, images: Sequence[Image.Image]) -> Inputs:
         """Photographs from elsewhere, as the feed would give them."""
@@ -426,12 +452,13 @@ class Trainer:
         images = len(self.feed.train_images[step.index])
         return EpochOrder(images, size, epochs, (self.seed, step.index), first, self.runtime.rank, world)
 
-    def _plain_batches(self, step: Step) -> Iterator[Batch]:
+    def _plain_batches(self, step: Step, positions: Sequence[int] | None = None) -> Iterator[Batch]:
         """The step's training images as the test would show them; all of them to every process, so that what a
-        method makes of them is the same in each."""
-        self.reporter.begin(f"looking at step {step.index}", len(self.feed.train_images[step.index]))
-        for inputs, labels, indices in self.feed.plain(step, self.evaluator.config.batch_size):
-            yield self._to_batch(inputs, labels)
+        method makes of them is the same in each. With `positions`, those that it asks for."""
+        images = len(self.feed.train_images[step.index] if positions is None else positions)
+        self.reporter.begin(f"looking at step {step.index}", images)
+        for inputs, labels, indices in self.feed.plain(step, self.evaluator.config.batch_size, positions):
+            yield self._to_batch(inputs, labels, alone=True)
             self.reporter.advance(len(indices))
         self.reporter.end()
 

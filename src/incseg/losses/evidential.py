@@ -327,6 +327,15 @@ def odds_log_probabilities(
     return torch.cat(scores, dim=1).log_softmax(1)
 
 
+def odds_evidence_probabilities(odds: Tensor) -> Tensor:
+    """(B, N, …) log-odds o_c of each class against background → (B, N+1, …) probabilities, background first.
+
+    The evidence is e_c = N·exp(o_c), so that u = N / (N + Σe) is the probability of background, and class c takes the
+    share e_c / Σe of the rest: p_c > p_0 just where o_c > 0. One class with o = 0 gives u = 1/2.
+    """
+    return torch.cat([torch.zeros_like(odds[:, :1]), odds], dim=1).softmax(1)
+
+
 def balanced_log_probabilities(
     logits: Tensor,
     sizes: Sequence[int],

@@ -21,16 +21,19 @@ def log_one_plus_exp(z: Tensor) -> Tensor:
     return F.softplus(z, threshold=40)  # the default, 20, cuts float64 short
 
 
-def binary_cross_entropy(logits: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+def binary_cross_entropy(logits: Tensor, labels: Tensor, first: int = 0, positive_weight: float = 1.0) -> Tensor:
     """Σ_c BCE(σ(z_c), 1[y = c]) per pixel, channel k being label first + k; zero where the label is ignored.
 
-    (B, C, …), (B, …) → (B, …). A label that has no channel is no to all of them.
+    (B, C, …), (B, …) → (B, …). A label that has no channel is no to all of them. The term of c = y is multiplied by
+    `positive_weight`, the others are not; 1 is the plain loss.
     """
     own = labels.long() - first
     has_channel = (own >= 0) & (own < logits.shape[1])
     score = logits.gather(1, own.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
     zero = torch.zeros_like(score)
     loss = log_one_plus_exp(logits).sum(1) - torch.where(has_channel, score, zero)
+    if positive_weight != 1:
+        loss = loss + (positive_weight - 1) * torch.where(has_channel, log_one_plus_exp(-score), zero)
     return torch.where(labels == IGNORE, zero, loss)
 
 

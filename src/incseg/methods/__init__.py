@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
 from incseg.methods.dkd import DKD
 from incseg.methods.evidential import Evidential
@@ -26,6 +27,7 @@ from incseg.types import UserError
 
 METHODS: dict[str, type[Method]] = {
     "evidential": Evidential,
+    "analytic": Analytic,
     "finetune": Finetune,
     "joint": Joint,
     "lwf": LwF,

@@ -32,7 +32,9 @@ class StepContext:
 
     model:    the network, already grown for the step; its parameters may be changed in `begin_step`.
     teacher:  the frozen model of the step before, None in step 0.
-    batches:  one pass over the step's training images without augmentation, in order; the same in every process.
+    num_images: how many training images the step has.
+    batches:  one pass over the step's training images without augmentation, in order; the same in every process. With
+              a list of positions, over those images alone.
     mean:     of a tensor over the processes of the run.
     total:    the sum over them.
     share:    this process's part of a list; the parts of all make up the whole.
@@ -44,13 +46,28 @@ class StepContext:
     step: Step
     model: Segmenter
     teacher: Segmenter | None
-    batches: Callable[[], Iterable[Batch]]
+    batches: Callable[..., Iterable[Batch]]
     mean: Callable[[Tensor], Tensor] = _as_it_is
     inputs: Callable[[Sequence[Image.Image]], Inputs] | None = None
     total: Callable[[Tensor], Tensor] = _as_it_is
     share: Callable[[Sequence[int]], list[int]] = list
     say: Callable[[str], None] = _unheard
     label_counts: Callable[[], Tensor] | None = None
+    num_images: int = 0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a model reaches on held-back images.
+
+    iou:   mean over the new classes.
+    kept:  percent of the old classes' pixels that stay as they were.
+    shift: what must be added to the scores of the new classes for it.
+    """
+
+    iou: float
+    kept: float
+    shift: float
 
 
 class Method(ABC):
@@ -117,6 +134,27 @@ class Method(ABC):
 
     def end_step(self, context: StepContext) -> None:
         """After the last batch: consolidate what the next step will need."""
+
+    def complete(self, context: StepContext) -> bool:
+        """After a step that another run or another method trained by the same recipe: add what it lacks.
+
+        Returns whether something was added.
+        """
+        return False
+
+    def solves(self, step: Step) -> bool:
+        """Whether a step is learnt by `solve`, from sums over one pass, and not by SGD."""
+        return False
+
+    def solve(self, context: StepContext) -> None:
+        """Learn a step from one pass over its images: grow the model by its classes and set their weights."""
+        raise NotImplementedError(f"{type(self).__name__} solves a step and does not say how")
+
+    def tune(self, context: StepContext, judge: Callable[[], Judged]) -> None:
+        """After `solve`, where held-back images may be looked at: choose what they show to be best.
+
+        `judge` says what the model as it is reaches on them.
+        """
 
     def recipe(self, step: int) -> dict[str, Any]:
         """What decides how this method trains a step: where two agree, the trained model can serve both."""

@@ -13,21 +13,23 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from incseg.files import load_tensors, write_tensors
+from incseg.models.closed_form import ClosedForm
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import MAX_CLASSES, Increment, UserError
 
 FORMAT = "incseg-model"
-FORMAT_VERSION = 2
-"""2 has heads of later classes; a model without them is written as 1, which older versions read too."""
+FORMAT_VERSION = 3
+"""2 has heads of later classes, 3 a closed form; a model without them is written as 1, which older versions read."""
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """A torch.save archive, and plain pickles of protocols 2 to 5."""
 
 
 def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) -> None:
     """Write the model and `extra`, anything JSON can hold; a reader sees the old file or the new, whole."""
+    form = model.closed_form
     metadata = {
         "format": FORMAT,
-        "format_version": "2" if model.heads or model.shrinks != [1] else "1",
+        "format_version": "3" if form is not None else "2" if model.heads or model.shrinks != [1] else "1",
         "config": json.dumps(dataclasses.asdict(model.config)),
         "increments": json.dumps([dataclasses.asdict(increment) for increment in model.increments]),
         "background_output": json.dumps(model.background_output),
@@ -35,6 +37,8 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
         "sizes": json.dumps(model.sizes),
         "extra": json.dumps(extra),
     }
+    if form is not None:
+        metadata["closed_form"] = json.dumps({"head": 1 + list(model.heads).index(form), **form.about()})
     write_tensors(Path(path), model.state_dict(), metadata)
 
 
@@ -52,8 +56,13 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
         check_extra(extra)
         with torch.random.fork_rng(devices=[]):  # building draws weights that are overwritten at once
             model = Segmenter(config, background_output)
+            form = json.loads(metadata.get("closed_form", "null"))
             for increment in increments:
+                if form is not None and increment.head >= form["head"] > len(model.heads):
+                    model.attach(ClosedForm.from_about(form))
                 model.grow(increment)
+            if form is not None and model.closed_form is None:
+                model.attach(ClosedForm.from_about(form))
             model.shrinks = _read_shrinks(metadata.get("shrinks", "[1]"))
             model.sizes = _read_shrinks(metadata.get("sizes", "[1]"))
             if len(model.shrinks) != 1 + len(model.heads) or not set(model.shrinks) <= set(model.sizes):
@@ -121,7 +130,8 @@ def read_increment(fields: dict[str, Any]) -> Increment:
     head = fields.get("head", 0)
     if type(head) is not int or head < 0:
         raise ValueError(f"its head is {head!r}")
-    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head)
+    solved = bool(fields.get("solved", False))
+    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head, solved)
 
 
 def _read_shrinks(text: str) -> list[int]:

@@ -2,22 +2,25 @@
 
 Classes that are added later may get a head of their own (`Increment.head`). Then nothing that was learnt before
 changes, and each head may look at the image at its own size (`shrinks`): small new objects want a larger input, and the
-old classes go on to see the size that they were trained at.
+old classes go on to see the size that they were trained at. One of the heads may be a `ClosedForm`: its classes are
+solved, not trained, and the logits are then log-odds against background.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from incseg.losses.evidential import Rectifier
 from incseg.models.aspp import ASPP, Neck, TorchvisionHead, default_dilations
 from incseg.models.backbones import build_backbone
+from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.weights import load_weights
 from incseg.types import Increment, Inputs, Output, UserError
 
@@ -116,23 +119,34 @@ class Segmenter(nn.Module):
         return self.num_classes + (self.background_output and bool(self.increments))
 
     @property
+    def closed_form(self) -> ClosedForm | None:
+        """The head whose classes are solved, with the sums of all that was seen; None where there is none."""
+        return next((head for head in self.heads if isinstance(head, ClosedForm)), None)
+
+    @property
+    def _shrinks_read(self) -> set[int]:
+        """Of the heads that some class reads; sums alone read nothing."""
+        return {self.shrinks[increment.head] for increment in self.increments} or {self.shrinks[0]}
+
+    @property
     def finer(self) -> int:
         """How many times finer than the features the logits are, where heads of several sizes come together."""
-        return FINER if len(set(self.shrinks)) > 1 else 1
+        return FINER if len(self._shrinks_read) > 1 else 1
 
     @property
     def stride(self) -> int:
         """Pixels of the image per position of the logits."""
-        return self.backbone.strides[self._stages_read()[0]] * min(self.shrinks) // self.finer
+        return self.backbone.strides[self._stages_read()[0]] * min(self._shrinks_read) // self.finer
 
     @property
     def unit(self) -> int:
         """Pixels at whose multiples an image may be cut so that every position of every map stays where it is."""
-        return self.config.output_stride * max(self.shrinks)
+        return self.config.output_stride * max(self._shrinks_read)
 
     def enlarge(self, factor: int) -> None:
-        """Take images that are `factor` times larger from now on; all heads so far see them as small as before."""
-        shrinks = [shrink * factor for shrink in self.shrinks]
+        """Take images that are `factor` times larger from now on; all classes so far see them as small as before."""
+        read = {increment.head for increment in self.increments} | {0}
+        shrinks = [shrink * factor if head in read else 1 for head, shrink in enumerate(self.shrinks)]
         if not set(shrinks) <= set(self.SHRINKS):
             raise UserError(
                 f"an input {factor} times larger would be shrunk by {max(shrinks)} for the first classes, and "
@@ -140,11 +154,46 @@ class Segmenter(nn.Module):
             )
         self.shrinks, self.sizes = shrinks, sorted({1, *shrinks})
 
+    def add_closed_form(self, design: Design, rectifier: Rectifier) -> ClosedForm:
+        """A closed form without sums, in place of one that no class reads."""
+        self.drop_closed_form()
+        widths = [self.config.width, *(self.backbone.channels[stage] for stage in self._stages_read())]
+        return self.attach(ClosedForm(design, widths, rectifier))
+
+    def attach(self, closed_form: ClosedForm) -> ClosedForm:
+        self.heads.append(closed_form.to(self.aspp.mix.weight))
+        self.shrinks.append(1)
+        self.sizes = sorted({*self.sizes, 1})
+        return closed_form
+
+    def drop_closed_form(self) -> None:
+        """Forget the sums, which hold for the network as it is; refused where classes were solved from them."""
+        if self.closed_form is None:
+            return
+        if any(increment.solved for increment in self.increments):
+            raise UserError(
+                "some classes of this model were solved in closed form, and that needs the network as it is; add "
+                "classes with method analytic (incseg extend --recipe closed-form)"
+            )
+        place = list(self.heads).index(self.closed_form)
+        if any(increment.head > place + 1 for increment in self.increments):
+            return  # the number of a later head would change
+        del self.heads[place], self.shrinks[place + 1]
+
     def grow(self, increment: Increment) -> None:
         """Add the classifier of a new step; what was learnt stays as it is.
 
-        Where the increment names a head that is not there yet, it starts as a copy of the first.
+        Where the increment names a head that is not there yet, it starts as a copy of the first. One that is solved
+        has no classifier: its scores come from the closed form.
         """
+        if increment.solved:
+            form = self.closed_form
+            if form is None or self.heads[increment.head - 1] is not form:
+                raise ValueError(f"head {increment.head} is named as the closed form, and it is not")
+            self.increments.append(increment)
+            self.classifiers.append(nn.Identity())
+            form.set_labels(max(form.num_labels, self.num_classes + 1))
+            return
         if increment.head > len(self.heads):
             if increment.head > len(self.heads) + 1:
                 raise ValueError(f"head {increment.head} is named, and there are {len(self.heads)}")
@@ -158,6 +207,51 @@ class Segmenter(nn.Module):
         # Drawn on the CPU and moved, so that a seed gives the same weights on every device.
         self.classifiers.append(classifier.to(self.aspp.mix.weight))
         self.increments.append(increment)
+
+    @torch.no_grad()
+    def remove(self, name: str, ridge: float, to_learn_further: bool = False) -> int:
+        """Forget a class; returns the label that it had. What lies behind it moves up by one.
+
+        A solved class is gone as if its cells had always been background; `ridge` is that of the method. Of a trained
+        one the output is dropped. With `to_learn_further` its sums wait for the class to be learnt again.
+        """
+        names = [n for increment in self.increments for n in increment.classes]
+        label = 1 + names.index(name)
+        place = next(i for i, increment in enumerate(self.increments) if name in increment.classes)
+        increment, own = self.increments[place], self.increments[place].classes.index(name)
+        form = self.closed_form
+        if form is not None and label < form.num_labels:
+            if to_learn_further:
+                form.set_aside(label, name)
+            else:
+                form.drop_label(label)
+            if any(i.solved for i in self.increments):
+                form.solve(form.sums(), ridge)
+        keep = [i for i in range(len(increment.classes)) if i != own]
+        classifier = self.classifiers[place]
+        if isinstance(classifier, nn.Conv2d):
+            first = classifier.out_channels - len(increment.classes)  # 1 where it has the background's output, too
+            rows = [*range(first), *(first + i for i in keep)]
+            smaller = nn.Conv2d(classifier.in_channels, max(len(rows), 1), 1).to(classifier.weight)
+            if rows:
+                smaller.weight.copy_(classifier.weight[rows])
+                smaller.get_parameter("bias").copy_(classifier.get_parameter("bias")[rows])
+            self.classifiers[place] = smaller
+        if keep or (self.background_output and place == 0):
+            classes = tuple(increment.classes[i] for i in keep)
+            self.increments[place] = replace(increment, classes=classes, ids=tuple(increment.ids[i] for i in keep))
+        else:
+            del self.increments[place], self.classifiers[place]
+        return label
+
+    @torch.no_grad()
+    def shift_newest(self, amount: float) -> None:
+        """Add to all scores of the newest classes: how boldly they are predicted."""
+        newest = self.increments[-1]
+        if newest.solved and self.closed_form is not None:
+            self.closed_form.shifts[-len(newest.classes) :] += amount
+        else:
+            self.classifiers[-1].get_parameter("bias").add_(amount)
 
     def train(self, mode: bool = True) -> Segmenter:
         super().train(mode)
@@ -200,17 +294,21 @@ class Segmenter(nn.Module):
         """What the heads read of images, at each of `sizes`: what a feature cache holds."""
         return tuple(f for size in self.sizes for f in self.read_by_head(self.encode(shrunk(images, size))))
 
-    def decode(self, features: tuple[Tensor, ...]) -> Output:
-        """Heads and classifiers on what `features` gives."""
+    def by_size(self, features: tuple[Tensor, ...]) -> dict[int, tuple[Tensor, ...]]:
+        """What `features` gives, for each of `sizes`."""
         number = len(self._stages_read())
         starts = {size: index * number for index, size in enumerate(self.sizes)}
-        return self._decode({size: features[first : first + number] for size, first in starts.items()})
+        return {size: features[first : first + number] for size, first in starts.items()}
+
+    def decode(self, features: tuple[Tensor, ...]) -> Output:
+        """Heads and classifiers on what `features` gives."""
+        return self._decode(self.by_size(features))
 
     def forward(self, inputs: Inputs) -> Output:
         """(B, 3, H, W) normalised images, or what the heads read of them → logits at the network's resolution."""
         if not isinstance(inputs, Tensor):
             return self.decode(inputs)
-        stages = {size: self.encode(shrunk(inputs, size)) for size in sorted(set(self.shrinks))}
+        stages = {size: self.encode(shrunk(inputs, size)) for size in sorted({*self._shrinks_read, self.shrinks[0]})}
         features = {size: self.read_by_head(seen) for size, seen in stages.items()}
         return self._decode(features, stages[self.shrinks[0]])
 
@@ -219,17 +317,64 @@ class Segmenter(nn.Module):
         if not self.classifiers:
             raise RuntimeError("the model has no classes yet; call grow first")
         embedding = self._embedding(0, features[self.shrinks[0]])
-        if not self.heads:
+        if all(increment.head == 0 for increment in self.increments):
             return Output(self._classified(embedding, range(len(self.classifiers))), embedding, stages)
-        height, width = features[min(self.shrinks)][0].shape[-2:]
+        height, width = features[min(self._shrinks_read)][0].shape[-2:]
+        size = (self.finer * height, self.finer * width)
         by_increment: dict[int, Tensor] = {}
         for head, shrink in enumerate(self.shrinks):
             own = [index for index, increment in enumerate(self.increments) if increment.head == head]
+            if not own or self.increments[own[0]].solved:
+                continue
             read = embedding if head == 0 else self._embedding(head, features[shrink])
-            logits = resized(self._classified(read, own), (self.finer * height, self.finer * width))
+            logits = resized(self._classified(read, own), size)
             widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
             by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
-        return Output(torch.cat([by_increment[i] for i in range(len(self.increments))], 1), embedding, stages)
+        if len(by_increment) == len(self.increments):
+            return Output(torch.cat([by_increment[i] for i in sorted(by_increment)], 1), embedding, stages)
+        form, shrink = self._solving()
+        read = embedding if shrink == self.shrinks[0] else self._embedding(0, features[shrink])
+        solved = resized(form(read, features[shrink]), size)
+        scores = torch.cat([by_increment[i] for i in sorted(by_increment)], 1) if by_increment else None
+        return Output(self._combined(scores, solved), embedding, stages)
+
+    def _solving(self) -> tuple[ClosedForm, int]:
+        """The closed form, and how many times smaller than the input its image is."""
+        for number, head in enumerate(self.heads, start=1):
+            if isinstance(head, ClosedForm):
+                return head, self.shrinks[number]
+        raise RuntimeError("the model has no closed form")
+
+    def _combined(self, trained: Tensor | None, solved: Tensor) -> Tensor:
+        """Log-odds of all classes, from the scores of trained increments and the log-odds of the closed form."""
+        form, _ = self._solving()
+        first, labels = 1, list[int]()
+        for increment in self.increments:
+            if not increment.solved:
+                labels += range(first, first + len(increment.classes))
+            first += len(increment.classes)
+        sizes = [len(increment.classes) for increment in self.increments if not increment.solved]
+        return form.combine(trained, sizes, labels, solved[:, : self.num_classes])  # sums may know one to come
+
+    def closed_form_inputs(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """What the closed form reads of images or of their features, `ClosedForm.inputs`, and the first head's
+        embedding of the same size."""
+        form, shrink = self._solving()
+        seen = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[shrink]
+        embedding = self._embedding(0, seen)
+        return *form.inputs(embedding, seen), embedding
+
+    def cell_logits(self, embedding: Tensor, random: Tensor) -> Tensor | None:
+        """(n, C) logits of single cells, from (n, width) embedding and (n, D + 1) random features; None where heads see
+        the image at different sizes, so that a cell of one is not a cell of another."""
+        form, shrink = self._solving()
+        trained = [index for index, increment in enumerate(self.increments) if not increment.solved]
+        if shrink != self.shrinks[0] or any(self.increments[index].head for index in trained):
+            return None
+        scores = self._classified(embedding[..., None, None], trained)[..., 0, 0] if trained else None
+        if len(trained) == len(self.increments):
+            return scores
+        return self._combined(scores, form.cell_log_odds(random))
 
     def _embedding(self, head: int, features: tuple[Tensor, ...]) -> Tensor:
         """What a head makes of the stages it reads; the first is not a module, so that its tensors keep their names."""

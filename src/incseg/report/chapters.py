@@ -17,6 +17,7 @@ from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads
 from incseg.report.figures import (
     MOST_ROWS,
     Taking,
+    against_increments,
     class_heat_map,
     confusion_map,
     curves,
@@ -26,7 +27,7 @@ from incseg.report.figures import (
 )
 from incseg.report.page import Block, Chapter, bullets, plain_table
 from incseg.report.records import RunRecord, Warn
-from incseg.report.sections import MethodRuns, Section
+from incseg.report.sections import MethodRuns, Section, ladders_of
 from incseg.report.style import keep
 from incseg.report.writers import figure_text, to_html
 from incseg.types import UserError
@@ -104,6 +105,33 @@ def _by_column(table: Table) -> str:
 def _was_run(run: set[tuple[str, str]], task: str, setting: str) -> bool:
     """On ADE20k a column has no setting."""
     return (task, setting) in run if setting else task in {task for task, _ in run}
+
+
+def increments_chapter(records: Sequence[RunRecord], folder: Path) -> Chapter | None:
+    """The score against the number of increments; None where no method has finished tasks of two numbers."""
+    blocks = []
+    for ladder in ladders_of(records):
+        seeds = any(found.seeds > 1 for line in ladder.drawn for found in line.scores.values())
+        replaying = [line.label for line in ladder.drawn if line.replays]
+        fewer = len(ladder.drawn) < len(ladder.lines)
+        shared = len(set(ladder.increments.values())) < len(ladder.increments)
+        caption = (
+            "mIoU over all classes after the last step, against the number of increments (the paper's figure 1, right)."
+            + " Points are means, bars ± one standard deviation over seeds." * seeds
+            + f" Drawn are {len(ladder.drawn)} of {len(ladder.lines)} lines: first those with the most numbers of "
+            "increments, then methods without options, then the highest scores. The table has all."
+            * fewer
+            + " Tasks of the same number stand side by side, in the order of their names." * shared
+            + f" With more images than the others: {', '.join(replaying)}." * bool(replaying)
+            + " Dashed level: all classes learnt at once." * bool(ladder.ceilings)
+        )
+        drawn = keep(against_increments(ladder), folder, f"{ladder.key}-increments", caption)
+        heading = [f"{task}: {number} increment{'s' * (number > 1)}" for task, number in ladder.increments.items()]
+        rows = [
+            [line.label, *(figure_text(line.scores.get(task)) for task in ladder.increments)] for line in ladder.lines
+        ]
+        blocks.append(Block(ladder.title, figures=[drawn], body=plain_table(["All", *heading], rows)))
+    return Chapter("The number of increments", blocks) if blocks else None
 
 
 def section_blocks(section: Section, folder: Path, warn: Warn) -> list[Block]:

@@ -163,9 +163,14 @@ def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -
         cells = {column: cell for column in columns if (cell := _cell(members, column, joint))}
         family = "joint" if joint else family_of(first.method)
         comparable = first.setting == _USUAL_SETTING.get(dataset, first.setting)
-        more_data = family in UNRANKED or bool(first.options.keys() & {"replay", "generator"})
-        lines.append(Line(label, family, False, cells, comparable and not more_data, tuple(members)))
+        ranked = comparable and family not in UNRANKED and not replays(first)
+        lines.append(Line(label, family, False, cells, ranked, tuple(members)))
     return sorted(lines, key=lambda line: (family_rank(line.family), line.family, line.label))
+
+
+def replays(record: RunRecord) -> bool:
+    """Whether a run saw images of old classes again, or such as were found or generated: more data than others have."""
+    return family_of(record.method) == "recall" or bool(record.options.keys() & {"replay", "generator"})
 
 
 def _of(record: RunRecord, name: str) -> str | None:

@@ -1,5 +1,6 @@
-"""Figures from run folders alone: curves over steps, IoU of every class after every step, who forgot what, who took
-whose pixels; and from counts that models made: reliability, and how well classes not learnt yet are told apart."""
+"""Figures from run folders alone: curves over steps, the score against the number of increments, IoU of every class
+after every step, who forgot what, who took whose pixels; and from counts that models made: reliability, and how well
+classes not learnt yet are told apart."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from incseg.metrics.uncertainty import ranking
-from incseg.report.sections import MethodRuns, Section
+from incseg.report.sections import Ladder, MethodRuns, Section
 from incseg.report.style import (
     FAINT,
     INK,
@@ -106,6 +107,60 @@ def _curve(axes: Axes, method: MethodRuns, name: str, index: int) -> None:
     axes.plot(steps, means, **style)
     if spreads.any():
         axes.fill_between(steps, means - spreads, means + spreads, color=style["color"], alpha=0.18, linewidth=0)
+
+
+# --- over tasks ----------------------------------------------------------------------------------------------
+
+
+@styled
+def against_increments(ladder: Ladder) -> Figure:
+    """All after the last step against the number of increments, a line for each method; joint training as a level.
+
+    Tasks of the same number stand side by side, in the order of their names under it.
+    """
+    figure = new_figure(8.5, 4.4 + 0.2 * -(-(len(ladder.drawn) + len(ladder.ceilings)) // 3))
+    axes = figure.subplots()
+    places = _beside_each_other(ladder.increments)
+    highest = 1.0
+    for index, line in enumerate(ladder.drawn):
+        style = line_style(index)
+        tasks = [task for task in ladder.increments if task in line.scores]
+        x, means = [places[task] for task in tasks], np.array([line.scores[task].mean for task in tasks])
+        spreads = np.array([line.scores[task].deviation or 0.0 for task in tasks])
+        axes.vlines(x, means - spreads, means + spreads, color=style["color"], linewidth=1.2)
+        axes.plot(x, means, label=wrapped(line.label), **style)
+        highest = max(highest, *(means + spreads))
+    for index, (label, level) in enumerate(ladder.ceilings.items()):
+        axes.axhline(level.mean, color=INK, linewidth=1.2, linestyle=_ceiling_dashes(index), label=wrapped(label))
+        highest = max(highest, level.mean)
+    axes.set_ylim(0, 1.06 * highest)
+    axes.set_ylabel("All: mIoU after the last step, %")
+    numbers = sorted(set(ladder.increments.values()))
+    names = [[_short(task) for task, count in ladder.increments.items() if count == number] for number in numbers]
+    axes.set_xticks(numbers, ["\n".join([str(n), *own]) for n, own in zip(numbers, names, strict=True)])
+    axes.set_xlabel("increments: steps after the base")
+    axes.grid(axis="x", visible=False)
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
+    return figure
+
+
+def _beside_each_other(increments: dict[str, int]) -> dict[str, float]:
+    """Where each task stands: at its number, and where several have the same, close to it on both sides."""
+    values = list(increments.values())
+    reach = max(values) - min(values)
+    places = {}
+    for number in set(values):
+        own = [task for task, count in increments.items() if count == number]
+        gap = min(0.03 * reach, 0.8 / max(len(own) - 1, 1))  # never as far as the next number
+        for index, task in enumerate(own):
+            places[task] = number + gap * (index - (len(own) - 1) / 2)
+    return places
+
+
+def _short(task: str) -> str:
+    """Own groups of class names are long."""
+    return task if len(task) <= 14 else f"{task[:13]}…"
 
 
 # --- class × step --------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ SOURCES = {
 
 FAMILIES = (
     "finetune", "lwf", "lwfmc", "ilt", "ewc", "pi", "rw", "mib", "sdr", "sdrmib", "plop", "rcil", "ewf", "dkd", "ssul",
-    "star", "recall", "evidential",
+    "star", "recall", "evidential", "analytic",
 )  # fmt: skip
 """The order of rows; a method of another name stands after them, joint training last."""
 UNRANKED = ("recall", "joint")

@@ -1,7 +1,8 @@
-"""Runs that can be drawn into one figure: the same dataset, task, setting and class order."""
+"""Runs that can be drawn into one figure: the same dataset, task, setting and class order; and over several tasks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,13 +10,15 @@ from functools import cached_property
 import numpy as np
 
 from incseg.engine.rundir import RunDir
-from incseg.report.compare import JOINT, learns_everything, lines_of
+from incseg.report.compare import JOINT, learns_everything, lines_of, replays
 from incseg.report.published import family_of, family_rank
 from incseg.report.records import RunRecord, Warn, options_text
 from incseg.report.tables import Group, Spread, group, spread, task_rank
 
 MAIN = "evidential"
 """The method that stands above, where it was run."""
+MOST_LINES = 12
+"""Methods that one figure over several tasks can show."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +143,17 @@ def sections_of(records: Sequence[RunRecord], warn: Warn) -> list[Section]:
 
 
 def _with_keys(sections: Sequence[Section]) -> list[Section]:
-    """Own groups of class names are tasks too, and may differ only in what no file is named by."""
-    keys: list[str] = []
-    for section in sections:
-        key = "".join(c if c.isalnum() or c in "-_" else "_" for c in section.title)[:80]
-        keys.append(key if key not in keys else f"{key}-{len(keys)}")
+    keys = _file_names([section.title for section in sections])
     return [replace(section, key=key) for section, key in zip(sections, keys, strict=True)]
+
+
+def _file_names(titles: Sequence[str]) -> list[str]:
+    """Own groups of class names are tasks too, and may differ only in what no file is named by."""
+    names: list[str] = []
+    for title in titles:
+        name = "".join(c if c.isalnum() or c in "-_" else "_" for c in title)[:80]
+        names.append(name if name not in names else f"{name}-{len(names)}")
+    return names
 
 
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
@@ -157,9 +165,7 @@ def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
         MethodRuns(label if short.count(label) == 1 else whole, one)
         for label, (whole, one) in zip(short, full, strict=True)
     ]
-    return tuple(
-        sorted(found, key=lambda m: (_family(m) != MAIN, family_rank(m.runs.first.method), len(m.runs.first.options)))
-    )
+    return tuple(sorted(found, key=lambda method: _line_rank(method.runs.first)))
 
 
 def _short_label(record: RunRecord, others: Sequence[RunRecord]) -> str:
@@ -175,5 +181,104 @@ def _short_label(record: RunRecord, others: Sequence[RunRecord]) -> str:
     return record.method + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _family(method: MethodRuns) -> str:
-    return family_of(method.runs.first.method)
+# --- over several tasks --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LadderLine:
+    """A method with its options, by task.
+
+    scores:  All after the last step.
+    options: how many.
+    replays: whether it saw more images than the others.
+    """
+
+    label: str
+    scores: dict[str, Spread]
+    options: int
+    replays: bool
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Tasks that learn the same classes in different numbers of increments, and how methods end on them.
+
+    increments: of each task, steps after the base; fewest first.
+    lines:      methods that were run with at least two different numbers of increments, the main one first.
+    ceilings:   All of joint training by label.
+    key:        what its files are named by.
+    """
+
+    title: str
+    increments: dict[str, int]
+    lines: tuple[LadderLine, ...]
+    ceilings: dict[str, Spread]
+    key: str = ""
+
+    @property
+    def drawn(self) -> list[LadderLine]:
+        """All lines; of too many first those with the most numbers, then methods as they are, then the highest."""
+        best = sorted(self.lines, key=self._rank)[:MOST_LINES]
+        return [line for line in self.lines if line in best]
+
+    def _rank(self, line: LadderLine) -> tuple[int, int, float]:
+        tasks = [task for task in self.increments if task in line.scores]
+        return -len({self.increments[task] for task in tasks}), line.options, -line.scores[tasks[-1]].mean
+
+
+def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
+    """A ladder for each dataset, setting, class order, preset, label rules and set of classes that has one.
+
+    Finished runs only, and of these the last model alone, so that runs of which only the figures were saved count too.
+    """
+    groups = group([r for r in records if r.retest is None and r.finished and r.rows and r.all is not None], _silent)
+    by_place: dict[tuple[str, ...], list[Group]] = {}
+    for one in groups:
+        if one.first.setting != JOINT and one.first.num_steps > 1:
+            by_place.setdefault(_place(one.first), []).append(one)
+    several = {index: len({place[index] for place in by_place}) > 1 for index in (3, 4)}
+    ladders = []
+    for place, members in sorted(by_place.items()):
+        lines = _lines(members)
+        if not lines:
+            continue
+        dataset, setting, order, preset, rules, _ = place
+        shown = [dataset, setting] + ["order b"] * (order == "b") + [preset] * several[3] + [rules] * several[4]
+        tasks = {task for line in lines for task in line.scores}
+        increments = {one.first.task: one.first.num_steps - 1 for one in members if one.first.task in tasks}
+        increments = dict(sorted(increments.items(), key=lambda item: (item[1], task_rank(item[0]))))
+        above = [one for one in groups if one.first.setting == JOINT and _place(one.first, setting) == place]
+        levels = {m.label: level for m in _methods(dataset, above) if (level := m.runs.figure("all"))}
+        ladders.append(Ladder(" ".join(shown), increments, lines, levels))
+    keys = _file_names([ladder.title for ladder in ladders])
+    return [replace(ladder, key=key) for ladder, key in zip(ladders, keys, strict=True)]
+
+
+def _silent(_: str) -> None:
+    """The tables of the same records have named what is left out."""
+
+
+def _place(record: RunRecord, setting: str | None = None) -> tuple[str, ...]:
+    """What runs must have in common; joint training belongs to every setting."""
+    classes = sorted({name for row in record.rows for name in row["classes"]})  # kept joint runs name each twice
+    rules = str(record.rules["name"])
+    return record.dataset, setting or record.setting, record.order, str(record.preset), rules, json.dumps(classes)
+
+
+def _lines(groups: Sequence[Group]) -> tuple[LadderLine, ...]:
+    by_method: dict[str, list[Group]] = {}
+    for one in groups:
+        same = json.dumps([one.first.method, one.first.options], sort_keys=True, default=str)
+        by_method.setdefault(same, []).append(one)
+    lines = [own for own in by_method.values() if len({one.first.num_steps for one in own}) > 1]
+    lines.sort(key=lambda own: _line_rank(own[0].first))
+    firsts = [own[0].first for own in lines]
+    scores = [{one.first.task: found for one in own if (found := one.figure("all"))} for own in lines]
+    return tuple(
+        LadderLine(_short_label(first, firsts), found, len(first.options), replays(first))
+        for first, found in zip(firsts, scores, strict=True)
+    )
+
+
+def _line_rank(record: RunRecord) -> tuple[bool, int, int]:
+    return family_of(record.method) != MAIN, family_rank(record.method), len(record.options)

@@ -1,0 +1,155 @@
+"""Least squares in closed form: sums over the cells of feature maps, and the weights that solve them.
+
+A cell is one position of a feature map. φ is its feature vector, t its targets (the share of each label among its
+pixels), w its weight. All that is ever kept of the cells are two sums,
+
+    R = Σ w φφᵀ        Q = Σ w t φᵀ        and W = Q (R + γ·mean(diag R)·I)⁻¹ solves  min Σ w |Wφ − t|² + …
+
+Sums do not know in which order, or in how many steps, their cells came. So what is learnt step by step is what would
+have been learnt at once, as long as the targets are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from incseg.types import BACKGROUND, IGNORE
+
+_BLOCKS = 4
+"""The Gram matrix is symmetric: of 4 × 4 blocks, the 10 on and above the diagonal are computed."""
+FEWEST = 100.0
+"""A label with fewer cells is weighed as if it had so many."""
+
+
+@dataclass
+class Sums:
+    """What is kept of all cells: `gram` R (D, D), `cross` Q (L, D), `counts` (L,) the cells of each label; float64."""
+
+    gram: Tensor
+    cross: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def zero(columns: int, labels: int, device: torch.device | str = "cpu") -> Sums:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        return Sums(zeros(columns, columns), zeros(labels, columns), zeros(labels))
+
+    def add(self, features: Tensor, targets: Tensor, weights: Tensor, cells: Tensor | None = None) -> None:
+        """Count the cells with features (n, D), targets (n, L) and weights (n,).
+
+        cells: (n,) how many cells each row stands for in `counts`; by default one.
+        Products are taken in the precision of the features, sums in float64.
+        """
+        root = weights.clamp(min=0).sqrt().unsqueeze(1)
+        weighted = features * root
+        edges = [round(i * weighted.shape[1] / _BLOCKS) for i in range(_BLOCKS + 1)]
+        parts = [weighted[:, a:b] for a, b in pairwise(edges)]
+        for i, rows in enumerate(parts):
+            for j in range(i, len(parts)):
+                self.gram[edges[i] : edges[i + 1], edges[j] : edges[j + 1]] += rows.T @ parts[j]
+        self.cross += (targets * root).T @ weighted
+        label = targets.argmax(1)
+        self.counts += torch.bincount(
+            label, weights=(torch.ones_like(weights) if cells is None else cells).double(), minlength=len(self.counts)
+        )
+
+    def __add__(self, other: Sums) -> Sums:
+        """Both together; the one with fewer labels has seen no cell of the others."""
+        labels = max(len(self.counts), len(other.counts))
+        a, b = self.with_labels(labels), other.with_labels(labels)
+        return Sums(a.gram + b.gram, a.cross + b.cross, a.counts + b.counts)
+
+    def times(self, factor: float) -> Sums:
+        """As if every cell weighed so many times as much; it is counted once all the same."""
+        return Sums(self.gram * factor, self.cross * factor, self.counts)
+
+    def with_labels(self, labels: int) -> Sums:
+        """The same sums with room for `labels` labels in all."""
+        more = labels - len(self.counts)
+        if more < 0:
+            raise ValueError(f"there are {len(self.counts)} labels, more than {labels}")
+        cross = torch.cat([self.cross, self.cross.new_zeros(more, self.cross.shape[1])])
+        return Sums(self.gram, cross, torch.cat([self.counts, self.counts.new_zeros(more)]))
+
+    def without(self, label: int) -> Sums:
+        """Forget a label: its cells are background from now on, as if nobody had ever named them.
+
+        The other labels' weights stay what they were, since each is solved for by itself.
+        """
+        keep = [i for i in range(len(self.counts)) if i != label]
+        cross, counts = self.cross.clone(), self.counts.clone()
+        cross[BACKGROUND] += cross[label]
+        counts[BACKGROUND] += counts[label]
+        return Sums(self.gram, cross[keep], counts[keep])
+
+    def symmetric_gram(self) -> Tensor:
+        return self.gram.triu() + self.gram.triu(1).T
+
+    def solve(self, ridge: float) -> Tensor:
+        """(L, D) the weights W. `ridge` is γ; towards 0 they are those of plain least squares."""
+        gram = self.symmetric_gram()
+        gram.diagonal().add_(ridge * float(gram.diagonal().mean()))
+        return torch.cholesky_solve(self.cross.T, torch.linalg.cholesky(gram)).T
+
+
+def packed(gram: Tensor) -> Tensor:
+    """The upper triangle of a symmetric (D, D) matrix, row by row."""
+    rows, columns = torch.triu_indices(len(gram), len(gram), device=gram.device)
+    return gram[rows, columns]
+
+
+def unpacked(values: Tensor, size: int) -> Tensor:
+    """(D, D) with the upper triangle given; zero below it."""
+    rows, columns = torch.triu_indices(size, size, device=values.device)
+    gram = values.new_zeros(size, size)
+    gram[rows, columns] = values
+    return gram
+
+
+def label_weights(counts: Tensor, power: float) -> Tensor:
+    """What a cell of each label weighs: n^(−p), n the cells of the label; 1 where there are FEWEST or fewer.
+
+    power 0 weighs all cells alike. With power 1 every label weighs as much as every other, however rare.
+    """
+    return (counts.double().clamp(min=FEWEST) / FEWEST).pow(-power)
+
+
+def cell_targets(labels: Tensor, height: int, width: int, num_labels: int) -> tuple[Tensor, Tensor]:
+    """(B, H, W) labels → (B, h·w, L) the share of each label among a cell's labelled pixels, and (B, h·w) the share
+    of its pixels that are labelled. Cells are row by row; a pixel belongs to the cell that its centre lies in."""
+    batch, rows, columns = labels.shape
+
+    def cell_of(number: int, cells: int) -> Tensor:
+        return (torch.arange(number, device=labels.device) * 2 + 1) * cells // (2 * number)
+
+    cell = cell_of(rows, height)[:, None] * width + cell_of(columns, width)
+    image = torch.arange(batch, device=labels.device)[:, None, None]
+    label = torch.where(labels == IGNORE, num_labels, labels.long())
+    index = (image * (height * width) + cell) * (num_labels + 1) + label
+    counts = torch.bincount(index.flatten(), minlength=batch * height * width * (num_labels + 1))
+    counts = counts.view(batch, height * width, num_labels + 1).float()
+    labelled = counts[..., :num_labels].sum(-1)
+    return counts[..., :num_labels] / labelled.clamp(min=1).unsqueeze(-1), labelled / counts.sum(-1).clamp(min=1)
+
+
+def fill_background(targets: Tensor, found: Tensor) -> Tensor:
+    """(n, L) targets whose background share goes to the label that a model found there, (n,).
+
+    What is background to a later step may be an object of an old class, which only the model before can tell.
+    """
+    filled = targets.clone()
+    filled[:, BACKGROUND] = 0
+    return filled.scatter_add(1, found.unsqueeze(1), targets[:, BACKGROUND : BACKGROUND + 1])
+
+
+def log_odds(scores: Tensor, floor: float = 0.002) -> Tensor:
+    """(B, L, …) scores, background first, each about the probability of its label → (B, L − 1, …) log-odds against
+    background, logit s_c − logit s_0. Scores of least squares may leave [0, 1], so they are clamped first."""
+    logits = scores.clamp(floor, 1 - floor).logit()
+    return logits[:, 1:] - logits[:, :1]

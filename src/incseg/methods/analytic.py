@@ -1,0 +1,387 @@
+"""Closed-form increments: the base trained as `evidential`, every later class solved by least squares in seconds.
+
+After the base step the network is frozen. Each position of its feature map, a cell, becomes a vector of random
+features, and two sums over all cells ever seen are saved with the model (models/closed_form.py). A new class is solved
+against these sums. So it meets every cell of the past as a negative, background included: what a step of one class
+lacks, whose images all show the class. No image is stored, nothing is tuned, and no old class is trained away.
+
+What is background in a later step may be an old object. There the model before decides, and its label is taken.
+
+It stays evidential. The scores become log-odds o_c of each class against background, evidence is e_c = N·exp(o_c), and
+u = N / (N + Σe) is the probability of background. Classes of the base mix the trained odds with the solved ones; a
+solved class stands as far above or below the best of them as the closed form alone says.
+
+Related: analytic class-incremental learning (ACIL), for segmentation CFSSeg (arXiv 2412.10834). Those have neither an
+evidential base, nor soft targets of cells, nor u.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incseg.data.files import read_image
+from incseg.data.unlabelled import image_files
+from incseg.losses.evidential import Rectifier, odds_evidence_probabilities, odds_log_probabilities
+from incseg.losses.least_squares import Sums, cell_targets, fill_background, label_weights
+from incseg.methods.base import Judged, Method, StepContext
+from incseg.methods.evidential import Evidential
+from incseg.metrics.forgetting import ALLOWED, best
+from incseg.models.closed_form import ClosedForm, Design
+from incseg.models.segmenter import Segmenter, resized
+from incseg.protocol import Step
+from incseg.types import BACKGROUND, Batch, Increment, Output, Prediction, UserError
+
+_SAMPLED = 1024
+"""Images that give the mean and deviation of the inputs."""
+_MOST_CELLS_OF_BASE, _MOST_CELLS = 100_000, 40_000
+"""Cells of foreground, and of background, that a step counts at most, about. More are thinned evenly, and each weighs
+more: nothing is lost by it (docs/LOG.md), and no step takes long."""
+_SAMPLED_OF_FOLDER = 64
+"""The same where the backbone must see each image for it, and for how often the model finds its classes."""
+_IMAGES_AT_ONCE = 16
+BOOSTS = (1.0, 4.0, 16.0)
+"""Factors of the weight of new classes' cells that are tried where held-back images may be looked at."""
+
+
+class Analytic(Method):
+    background_output = False
+    adds_to_a_frozen_model = True
+    inference_options = frozenset({"sharpness"})
+
+    @dataclass
+    class Config:
+        """Options of the closed form; the first five are those of the evidential base.
+
+        Args:
+            rectifier: how a score of the base becomes evidence; exp_sigmoid is exp(z)·σ(z).
+            lambda_new: weight of the base's loss.
+            foreground_weight: weigh foreground and background pixels of the base by their inverse share of the batch.
+            max_weight: limit of that weight.
+            class_weight: exponent by which rare classes of the base are weighed up; 0 weighs all alike.
+            base: how step 0 is learnt: trained by SGD, or solved like the later ones, in one pass and without a trained
+                head, which is faster and not as good.
+            columns: random features of a cell; the sums grow with their square.
+            seed: of the random features.
+            embedding: weight of the trained head's embedding among the inputs of the random features.
+            power: exponent p; a cell of a class with n cells weighs n^(−p).
+            ridge: γ, how much the weights are held back, as a share of the mean diagonal of the sums.
+            sgd_share: how much the trained odds of the base classes count beside the solved ones, from 0 to 1.
+            shift: added to the log-odds of solved classes.
+            images: for a model without sums, a folder of any images that show its classes; they are taken from there.
+            sharpness: factor of all log-odds where they become probabilities; it changes no label.
+        """
+
+        rectifier: Rectifier = "exp_sigmoid"
+        lambda_new: float = 1.0
+        foreground_weight: bool = False
+        max_weight: float = 10.0
+        class_weight: float = 0.0
+        base: Literal["trained", "solved"] = "trained"
+        columns: int = 2048
+        seed: int = 0
+        embedding: float = 3.0
+        power: float = 0.5
+        ridge: float = 1e-3
+        sgd_share: float = 0.7
+        shift: float = 0.0
+        images: str | None = None
+        sharpness: float = 1.0
+
+        def __post_init__(self) -> None:
+            if not 16 <= self.columns <= 16384:
+                raise UserError(f"columns is {self.columns}; give 16 to 16384, such as 2048")
+            for name, most in (("power", 1.0), ("sgd_share", 1.0)):
+                if not 0 <= getattr(self, name) <= most:
+                    raise UserError(f"{name} is {getattr(self, name)}; give a number from 0 to {most:g}")
+            for name in ("ridge", "sharpness"):
+                if not 0 < getattr(self, name) < math.inf:
+                    raise UserError(f"{name} is {getattr(self, name)}; give a number above 0")
+            if not 0 <= self.embedding < math.inf:
+                raise UserError(f"embedding is {self.embedding}; give a weight from 0")
+
+    config: Config
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        c = self.config
+        self._base = Evidential(
+            Evidential.Config(
+                rectifier=c.rectifier,
+                lambda_new=c.lambda_new,
+                foreground_weight=c.foreground_weight,
+                max_weight=c.max_weight,
+                class_weight=c.class_weight,
+            )
+        )
+
+    # The base: as evidential, to the last bit, so that both share one trained step.
+
+    def begin_step(self, context: StepContext) -> None:
+        self._base.begin_step(context)
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+        return self._base.losses(batch, out, teacher, step)
+
+    def recipe(self, step: int) -> dict[str, Any]:
+        return self._base.recipe(0) if step == 0 and not self._base_is_solved else super().recipe(step)
+
+    def end_step(self, context: StepContext) -> None:
+        self.complete(context)
+
+    def complete(self, context: StepContext) -> bool:
+        """See that a step that was learnt by SGD has its sums."""
+        form, design = context.model.closed_form, self._design()
+        if form is not None and (form.design == design or any(i.solved for i in context.model.increments)):
+            return False
+        if self.config.images is None and not context.num_images:
+            return False
+        context.model.drop_closed_form()  # one of another design
+        if self.config.images is not None:
+            context.say(f"taking the sums of the old classes from the images in {self.config.images}")
+            self._count(context, self._of_folder(context, Path(self.config.images).expanduser()), found=True)
+        else:
+            self._count(context, None, found=context.step.index > 0)
+        return True
+
+    # Later steps: solved.
+
+    def solves(self, step: Step) -> bool:
+        return step.index > 0 or self._base_is_solved
+
+    def solve(self, context: StepContext) -> None:
+        """Add the step's classes to the model."""
+        model, step = context.model, context.step
+        if model.closed_form is None and model.increments:
+            context.say(
+                "note: the model has no sums of what it learnt from, so the new classes are solved against these "
+                "images alone and may be seen where they are not; incseg extend --images DIR takes the sums from a "
+                "folder of images that show the old classes"
+            )
+        self._count(context, None, found=True)
+        form = model.closed_form
+        assert form is not None
+        form.nothing_waits()
+        form.sgd_share = self.config.sgd_share
+        head = list(model.heads).index(form) + 1
+        model.grow(Increment(step.names, step.new, context.num_images, head, solved=True))
+        form.shifts[-len(step.new) :] = self.config.shift
+        self._take(form, 1.0)
+
+    def tune(self, context: StepContext, judge: Callable[[], Judged]) -> None:
+        """Try what the cells of the new classes should weigh, and how boldly they are predicted."""
+        form = context.model.closed_form
+        assert form is not None
+        judged = []
+        for boost in BOOSTS:
+            self._take(form, boost)
+            judged.append(judge())
+        chosen = best([(one.iou, one.kept) for one in judged], ALLOWED)
+        self._take(form, BOOSTS[chosen])
+        form.weights[-len(context.step.new) :] *= BOOSTS[chosen]
+        context.model.shift_newest(judged[chosen].shift)
+
+    def _take(self, form: ClosedForm, boost: float) -> None:
+        """Solve with the cells of the step's own classes weighing `boost` times as much as their number says."""
+        sums = self._rest + self._own.times(boost)
+        form.take(sums)
+        form.solve(sums, self.config.ridge)
+
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        if not any(increment.solved for increment in increments):
+            return self._base.predict(logits, increments)
+        trained = [increment for increment in increments if not increment.solved]
+        if self.config.sgd_share == 1 and trained:
+            return self._predict_beside(logits, increments, trained)
+
+        @cache
+        def probabilities() -> Tensor:
+            return odds_evidence_probabilities(self.config.sharpness * logits)
+
+        best = logits.max(1)
+        labels = torch.where(best.values > 0, best.indices + 1, BACKGROUND)
+        return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
+
+    def _predict_beside(
+        self, logits: Tensor, increments: Sequence[Increment], trained: Sequence[Increment]
+    ) -> Prediction:
+        """Trained classes decide as if they were alone; a solved class wins where its score, the distance to the best
+        of them, is above 0."""
+        parts = logits.split([len(increment.classes) for increment in increments], 1)
+        scores = torch.cat([part for part, i in zip(parts, increments, strict=True) if not i.solved], 1)
+        ahead = torch.cat([part for part, i in zip(parts, increments, strict=True) if i.solved], 1)
+        of_trained, of_solved = _labels_of(increments)
+        before, best = self._base.predict(scores, trained), ahead.max(1)
+        kept = torch.tensor([BACKGROUND, *of_trained], device=logits.device)[before.labels.long()]
+        won = torch.tensor(of_solved, device=logits.device)[best.indices]
+        labels = torch.where(best.values > 0, won, kept)
+
+        @cache
+        def probabilities() -> Tensor:
+            log_p = odds_log_probabilities(scores, [len(i.classes) for i in trained], self.config.rectifier)
+            odds = log_p[:, 1:] - log_p[:, :1]
+            lifted = ahead + odds.amax(1, keepdim=True).clamp(min=0)
+            order = sorted(range(logits.shape[1]), key=[*of_trained, *of_solved].__getitem__)
+            return odds_evidence_probabilities(self.config.sharpness * torch.cat([odds, lifted], 1)[:, order])
+
+        return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
+
+    # Sums.
+
+    def _design(self) -> Design:
+        """Of the random features; a head that was never trained says nothing."""
+        return Design(self.config.columns, self.config.seed, 0.0 if self._base_is_solved else self.config.embedding)
+
+    @property
+    def _base_is_solved(self) -> bool:
+        return self.config.base == "solved"
+
+    @torch.no_grad()
+    def _count(self, context: StepContext, batches: Callable[..., Iterable[Batch]] | None, found: bool) -> None:
+        """Add the cells of the step's images to the sums; with `found`, what is background is as the model finds it.
+
+        The model must not have grown by the step's classes yet.
+        """
+        model, step = context.model.eval(), context.step
+        batches = batches or context.batches
+        form = model.closed_form
+        if form is None:
+            form = model.add_closed_form(self._design(), self.config.rectifier)
+            self._standardise(model, form, batches, context)
+        labels = len(step.seen) + 1
+        form.set_labels(max(labels, form.num_labels))
+        pixels = torch.zeros(256, dtype=torch.float64)
+        pixels[BACKGROUND] = 1
+        if context.label_counts is not None and batches is context.batches:
+            pixels = context.label_counts().double()
+        if found and model.increments and not form.counts.any():
+            shares = self._shares_found(model, batches, context)  # no cell has told yet how frequent old classes are
+            hidden = pixels[BACKGROUND] * shares
+            pixels[BACKGROUND] = 0
+            pixels += hidden
+        columns, device = form.design.columns + 1, form.gram.device
+        sums, own, before = Sums.zero(columns, labels, device), Sums.zero(columns, labels, device), form.sums()
+        every, passed, first_own = (1, 1), 0, len(step.old) + 1 if found else labels
+        positions = context.share(range(context.num_images))
+        most = _MOST_CELLS if model.increments and found else _MOST_CELLS_OF_BASE
+        for batch in batches(positions):
+            local, image, embedding = model.closed_form_inputs(batch.inputs)
+            height, width = local.shape[-2:]
+            if not passed:
+                self._weigh(form, pixels, height * width * context.num_images)
+                every = _thinning(pixels, height * width * context.num_images, most)
+            targets, labelled = cell_targets(batch.labels, height, width, labels)
+            targets, labelled = targets.flatten(0, 1), labelled.flatten()
+            images = torch.tensor(positions[passed : passed + len(batch.labels)], device=targets.device)
+            chosen, times = _thinned(targets, labelled, images, every)
+            passed += len(batch.labels)
+            targets = targets[chosen]
+            cells = form.cell_features(_rows(local)[chosen], _rows(image.expand(-1, -1, height, width))[chosen])
+            if found and model.increments:
+                decided = self._decided(model, batch, embedding, cells, chosen, (height, width))
+                targets = fill_background(targets, decided)
+            amount, label = labelled[chosen] * times, targets.argmax(1)
+            weights, is_own = amount * form.weights[label], label >= first_own
+            own.add(cells[is_own], targets[is_own], weights[is_own], amount[is_own])
+            sums.add(cells[~is_own], targets[~is_own], weights[~is_own], amount[~is_own])
+        rest = (before + _over_all(sums, context)).with_labels(form.num_labels)
+        self._rest, self._own = form.take_back(step.names, rest, len(step.old) + 1), _over_all(own, context)
+        form.take(self._rest + self._own)
+
+    def _shares_found(self, model: Segmenter, batches: Callable[..., Iterable[Batch]], context: StepContext) -> Tensor:
+        """(256,) the share of each label among what the model finds in the background of some images."""
+        counts = torch.zeros(256, dtype=torch.float64)
+        for batch in batches(range(0, context.num_images, max(1, context.num_images // _SAMPLED_OF_FOLDER))):
+            logits = model(batch.inputs).logits
+            labels = self.predict(logits, model.increments).labels
+            given = F.interpolate(batch.labels[:, None].float(), labels.shape[-2:], mode="nearest")[:, 0]
+            counts += torch.bincount(labels[given == BACKGROUND].long().cpu(), minlength=256)
+        return counts / counts.sum().clamp(min=1)
+
+    def _weigh(self, form: ClosedForm, pixels: Tensor, cells: int) -> None:
+        """Set what a cell of each label weighs, for labels that have none yet; it stays so from now on."""
+        counts = pixels[: form.num_labels].to(form.counts) * (cells / max(float(pixels.sum()), 1.0))
+        fresh = form.counts == 0
+        form.weights[fresh] = label_weights(counts, self.config.power).to(form.weights)[fresh]
+
+    def _decided(
+        self, model: Segmenter, batch: Batch, embedding: Tensor, cells: Tensor, chosen: Tensor, size: tuple[int, int]
+    ) -> Tensor:
+        """(n,) what the model says of the chosen cells."""
+        logits = model.cell_logits(_rows(embedding)[chosen], cells)
+        if logits is None:
+            logits = _rows(resized(model(batch.inputs).logits, size))[chosen]
+        return self.predict(logits.T[None, ..., None], model.increments).labels.flatten().long()
+
+    def _standardise(
+        self, model: Segmenter, form: ClosedForm, batches: Callable[..., Iterable[Batch]], context: StepContext
+    ) -> None:
+        every = max(1, context.num_images // (_SAMPLED if batches is context.batches else _SAMPLED_OF_FOLDER))
+        rows = []
+        for batch in batches(range(0, context.num_images, every)):
+            local, image, _ = model.closed_form_inputs(batch.inputs)
+            inputs = torch.cat([local, image.expand(-1, -1, *local.shape[-2:])], 1)
+            rows.append(_rows(inputs)[::7])
+        form.standardise(torch.cat(rows))
+
+    def _of_folder(self, context: StepContext, folder: Path) -> Callable[..., Iterable[Batch]]:
+        """Any images as batches without labels."""
+        files = image_files(folder)
+        context.num_images = len(files)
+        assert context.inputs is not None
+
+        def batches(positions: Sequence[int]) -> Iterable[Batch]:
+            for first in range(0, len(positions), _IMAGES_AT_ONCE):
+                images = [read_image(files[i]) for i in positions[first : first + _IMAGES_AT_ONCE]]
+                inputs = context.inputs(images)  # type: ignore[misc]
+                labels = torch.zeros(len(images), 64, 64, dtype=torch.uint8)
+                yield Batch(inputs, labels, torch.bincount(labels.flatten().long(), minlength=256).float())
+
+        return batches
+
+
+def _labels_of(increments: Sequence[Increment]) -> tuple[list[int], list[int]]:
+    """The labels of trained and of solved classes."""
+    trained, solved, first = list[int](), list[int](), 1
+    for increment in increments:
+        (solved if increment.solved else trained).extend(range(first, first + len(increment.classes)))
+        first += len(increment.classes)
+    return trained, solved
+
+
+def _over_all(sums: Sums, context: StepContext) -> Sums:
+    """The sums over all processes of the run."""
+    return Sums(context.total(sums.gram), context.total(sums.cross), context.total(sums.counts))
+
+
+def _rows(maps: Tensor) -> Tensor:
+    """(B, C, h, w) → (B·h·w, C): one row for each cell."""
+    return maps.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _thinning(pixels: Tensor, cells: int, most: int) -> tuple[int, int]:
+    """Of how many cells of background, and of foreground, one is counted."""
+    share = float(pixels[BACKGROUND] / pixels.sum()) if pixels.any() else 1.0
+    return max(1, math.ceil(cells * share / most)), max(1, math.ceil(cells * (1 - share) / most))
+
+
+def _thinned(targets: Tensor, labelled: Tensor, images: Tensor, every: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Which of (n, L) cells are counted, and how many each of them stands for.
+
+    images: the numbers of the images that the cells are of, so that it does not matter who counts them.
+    every:  of how many cells of background, and of foreground, one is counted.
+    """
+    per_image = len(targets) // len(images)
+    place = (images.unsqueeze(1) * per_image + torch.arange(per_image, device=images.device)).flatten()
+    is_foreground = targets[:, BACKGROUND] < 0.5
+    step = torch.where(is_foreground, every[1], every[0])
+    chosen = (place % step == 0) & (labelled > 0)
+    return chosen, step[chosen].float()

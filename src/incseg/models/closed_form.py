@@ -1,0 +1,235 @@
+"""A head that is solved, not trained: fixed random features of the frozen network, and scores by least squares.
+
+What it keeps of every image ever seen are sums over cells (losses/least_squares.py): no image, no feature of an image.
+They are saved with the model, so that a class can be added, learnt further or removed in seconds, against everything
+that was seen before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from incseg.losses.evidential import Rectifier, odds_log_probabilities
+from incseg.losses.least_squares import Sums, log_odds, packed, unpacked
+
+_OFFSET_STD = 0.3
+_LEAST_SCALE = 1e-3
+
+
+@dataclass(frozen=True)
+class Design:
+    """What the random features are made of; saved with the model.
+
+    columns:   number of random features; more know more, and sums grow with their square.
+    seed:      of the random weights.
+    embedding: weight of the trained head's embedding among the inputs; 0 where the head was never trained.
+    """
+
+    columns: int = 2048
+    seed: int = 0
+    embedding: float = 3.0
+
+
+class ClosedForm(nn.Module):
+    """φ = [ReLU(P·x + b), 1] of a cell, scores W·φ of background and every class, and the sums that W was solved from.
+
+    x is the trained head's embedding, the backbone's stages, and the mean of the last stage over the image,
+    standardised. P and b are drawn from a seed.
+
+    weights:  (L,) what a cell of each label weighs in the sums; set when the label is first learnt.
+    shifts:   (L,) added to the log-odds of each class: how boldly it is predicted.
+    waiting:  classes that are about to be learnt further; `waiting_cross` and `waiting_counts` have their sums.
+    sgd_share: of classes that have a trained classifier, how much its odds count beside the solved ones; 1 leaves
+              them as they are.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    gram: Tensor
+    cross: Tensor
+    counts: Tensor
+    weights: Tensor
+    shifts: Tensor
+    weight: Tensor
+    waiting_cross: Tensor
+    waiting_counts: Tensor
+    projection: Tensor
+    offset: Tensor
+
+    def __init__(self, design: Design, widths: Sequence[int], rectifier: Rectifier = "exp_sigmoid") -> None:
+        """widths: channels of the embedding and of the stages that the head reads."""
+        super().__init__()
+        self.design, self.widths, self.rectifier = design, tuple(widths), rectifier
+        self.sgd_share = 1.0
+        self.waiting: list[str] = []
+        inputs = (widths[0] if design.embedding else 0) + sum(widths[1:]) + widths[-1]
+        size = design.columns + 1
+        self.register_buffer("mean", torch.zeros(inputs))
+        self.register_buffer("scale", torch.ones(inputs))
+        self.register_buffer("gram", torch.zeros(size * (size + 1) // 2))
+        for name in ("cross", "weight"):
+            self.register_buffer(name, torch.zeros(1, size))
+        for name in ("counts", "shifts"):
+            self.register_buffer(name, torch.zeros(1))
+        self.register_buffer("weights", torch.ones(1))
+        # numpy promises that this generator gives the same numbers in every version.
+        random = np.random.RandomState(design.seed)
+        emphasis = np.ones(inputs)
+        emphasis[: widths[0] if design.embedding else 0] = design.embedding
+        projection = random.standard_normal((design.columns, inputs)) * emphasis / np.linalg.norm(emphasis)
+        offset = _OFFSET_STD * random.standard_normal(design.columns)
+        self.register_buffer("projection", torch.from_numpy(projection).float(), persistent=False)
+        self.register_buffer("offset", torch.from_numpy(offset).float(), persistent=False)
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.counts)
+
+    def about(self) -> dict[str, Any]:
+        """For the description of a model file."""
+        described = {"widths": self.widths, "rectifier": self.rectifier, "sgd_share": self.sgd_share}
+        return {**asdict(self.design), **described, "labels": self.num_labels, "waiting": self.waiting}
+
+    @staticmethod
+    def from_about(about: dict[str, Any]) -> ClosedForm:
+        design = Design(int(about["columns"]), int(about["seed"]), float(about["embedding"]))
+        if not 1 <= design.columns <= 2**14 or not all(type(w) is int and 0 < w < 2**16 for w in about["widths"]):
+            raise ValueError(f"its closed form has {design.columns} columns and widths {about['widths']}")
+        solved = ClosedForm(design, about["widths"], about["rectifier"])
+        solved.sgd_share = float(about["sgd_share"])
+        solved.set_labels(int(about["labels"]))
+        for name in about.get("waiting", []):
+            solved._wait(str(name), solved.cross[:1], solved.counts[:1])
+        return solved
+
+    def set_labels(self, labels: int) -> None:
+        """Make room for so many labels, background among them; new ones have seen no cell."""
+        more = labels - self.num_labels
+        if more < 0:
+            raise ValueError(f"there are {self.num_labels} labels, more than {labels}")
+        for name, value in (("cross", 0.0), ("weight", 0.0), ("counts", 0.0), ("shifts", 0.0), ("weights", 1.0)):
+            old = self.get_buffer(name)
+            self.register_buffer(name, torch.cat([old, old.new_full((more, *old.shape[1:]), value)]))
+
+    def drop_label(self, label: int) -> None:
+        """Forget a label: its cells are background from now on."""
+        sums = self.sums().without(label)
+        keep = [i for i in range(self.num_labels) if i != label]
+        for name in ("cross", "weight", "counts", "shifts", "weights"):
+            self.register_buffer(name, self.get_buffer(name)[keep])
+        self.take(sums)
+
+    def set_aside(self, label: int, name: str) -> None:
+        """Take a label out, and keep its sums until the class is learnt further."""
+        self._wait(name, self.cross[label : label + 1], self.counts[label : label + 1])
+        self.cross[label] = 0  # nothing is left to become background
+        self.counts[label] = 0
+        self.drop_label(label)
+
+    def _wait(self, name: str, cross: Tensor, counts: Tensor) -> None:
+        self.register_buffer("waiting_cross", torch.cat([self.waiting_cross, cross]) if self.waiting else cross.clone())
+        self.register_buffer(
+            "waiting_counts", torch.cat([self.waiting_counts, counts]) if self.waiting else counts.clone()
+        )
+        self.waiting.append(name)
+
+    def take_back(self, names: Sequence[str], sums: Sums, first: int) -> Sums:
+        """`sums` with those that classes had before they were set aside; `names` have the labels from `first` on."""
+        cross, counts = sums.cross.clone(), sums.counts.clone()
+        for label, name in enumerate(names, start=first):
+            if name in self.waiting:
+                place = self.waiting.index(name)
+                cross[label] += self.waiting_cross[place]
+                counts[label] += self.waiting_counts[place]
+        return Sums(sums.gram, cross, counts)
+
+    def nothing_waits(self) -> None:
+        if self.waiting:
+            self.waiting = []
+            del self.waiting_cross, self.waiting_counts
+
+    def knows(self, label: int) -> bool:
+        """Whether cells of this label were ever seen."""
+        return label < self.num_labels and bool(self.counts[label] > 0)
+
+    def sums(self) -> Sums:
+        size = self.design.columns + 1
+        return Sums(unpacked(self.gram.double(), size), self.cross.double(), self.counts.double())
+
+    def take(self, sums: Sums) -> None:
+        """Keep these sums from now on."""
+        self.gram = packed(sums.gram).to(self.gram)
+        self.cross, self.counts = sums.cross.to(self.cross), sums.counts.to(self.counts)
+
+    def solve(self, sums: Sums, ridge: float) -> None:
+        self.weight = sums.solve(ridge).to(self.weight)
+
+    def standardise(self, inputs: Tensor) -> None:
+        """Take mean and deviation from (n, d) inputs of some cells."""
+        self.mean, self.scale = inputs.mean(0), inputs.std(0) + _LEAST_SCALE
+
+    def inputs(self, embedding: Tensor, stages: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, d_local, h, w) what each cell sees, and (B, d_image, 1, 1) what all cells of an image share."""
+        last, size = stages[-1], embedding.shape[-2:]
+        maps = [*([embedding] if self.design.embedding else []), *stages]
+        maps = [
+            m if m.shape[-2:] == size else F.interpolate(m, size, mode="bilinear", align_corners=False) for m in maps
+        ]
+        return torch.cat(maps, 1), last.mean((2, 3), keepdim=True)
+
+    def features(self, embedding: Tensor, stages: Sequence[Tensor]) -> Tensor:
+        """(B, D, h, w) random features, without the constant one."""
+        local, image = self.inputs(embedding, stages)
+        number = local.shape[1]
+        weight = (self.projection / self.scale)[..., None, None]
+        offset = self.offset - (self.projection / self.scale) @ self.mean
+        return F.relu(F.conv2d(local, weight[:, :number], offset) + F.conv2d(image, weight[:, number:]))
+
+    def cell_features(self, local: Tensor, image: Tensor) -> Tensor:
+        """(n, D + 1) `features` and the constant one, of cells with inputs (n, d_local) and (n, d_image)."""
+        x = (torch.cat([local, image], 1) - self.mean) / self.scale
+        found = F.relu(F.linear(x, self.projection, self.offset))
+        return torch.cat([found, found.new_ones(len(found), 1)], 1)
+
+    def cell_log_odds(self, found: Tensor) -> Tensor:
+        """(n, L − 1) of cells with `cell_features`."""
+        return log_odds(found @ self.weight.T) + self.shifts[1:]
+
+    def forward(self, embedding: Tensor, stages: Sequence[Tensor]) -> Tensor:
+        """(B, L − 1, h, w) log-odds of every class against background."""
+        scores = F.conv2d(self.features(embedding, stages), self.weight[:, :-1, None, None], self.weight[:, -1])
+        return log_odds(scores) + self.shifts[1:].view(1, -1, 1, 1)
+
+    def combine(self, trained: Tensor | None, sizes: Sequence[int], labels: Sequence[int], solved: Tensor) -> Tensor:
+        """(B, C, …) what the network says of all classes, in the order of learning.
+
+        Trained odds are sharper than solved ones, so a solved class does not compete with them: it stands as far above
+        or below the best trained class as the closed form alone says. With `sgd_share` 1 that distance is its score,
+        and trained classes keep their raw scores, to the last bit. Else all scores are log-odds, and trained classes
+        mix their odds with the solved ones.
+
+        trained: raw scores of increments with trained classifiers, of `sizes` classes each, whose labels are `labels`.
+        solved:  (B, L − 1, …) what `forward` gives, of the same height and width.
+        """
+        if trained is None:
+            return solved
+        own, known = solved[:, [label - 1 for label in labels]], [self.knows(label) for label in labels]
+        best = own[:, known].amax(1, keepdim=True).clamp(min=0) if any(known) else torch.zeros_like(solved[:, :1])
+        lift, scores = -best, trained
+        if self.sgd_share < 1:
+            log_p = odds_log_probabilities(trained, sizes, self.rectifier)
+            odds = log_p[:, 1:] - log_p[:, :1]
+            shape = (1, -1, *[1] * (odds.ndim - 2))
+            share = torch.tensor([self.sgd_share if k else 1.0 for k in known]).to(odds).view(shape)
+            scores = share * odds + (1 - share) * own
+            lift = scores.amax(1, keepdim=True).clamp(min=0) - best
+        of_trained = dict(zip(labels, scores.split(1, dim=1), strict=True))
+        parts = [of_trained.get(label, score + lift) for label, score in enumerate(solved.split(1, dim=1), start=1)]
+        return torch.cat(parts, 1)
