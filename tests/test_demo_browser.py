@@ -20,7 +20,10 @@ from incseg.demo.server import DemoServer
 from incseg.inference import Predictor, Result, load
 from incseg.report.draw import viridis
 
-READY = "return !document.querySelector('[aria-busy]') && !document.querySelector('.mask .frame.empty')"
+READY = (
+    "return document.querySelector('.mask .frame') && !document.querySelector('[aria-busy]') "
+    "&& !document.querySelector('.mask .frame.empty')"
+)
 SIZE = (72, 54)
 
 
@@ -135,6 +138,30 @@ def test_page_begins_with_a_sample(window: Browser, server: DemoServer) -> None:
         "rival",
     ]
     assert window.console() == []
+
+
+@pytest.mark.parametrize("late", ["/about.json", "/samples/"])
+def test_an_image_chosen_early_is_the_one_shown(window: Browser, server: DemoServer, photo: Path, late: str) -> None:
+    """Whether the page was not listening yet, or a sample is still on its way."""
+    slow = (
+        "const fetchAtOnce = window.fetch; window.fetch = async (address, ...rest) => {"
+        f" if (String(address).startsWith('{late}')) await new Promise((done) => setTimeout(done, 700));"
+        " const answer = await fetchAtOnce(address, ...rest); window.came = String(address); return answer; }"
+    )
+    added = window.run_command("Page.addScriptToEvaluateOnNewDocument", source=slow)
+    try:
+        window.open(server.url)
+        if late != "/about.json":
+            window.wait("return document.querySelector('.mask .frame')")
+        window.type("#file", str(photo))
+        window.wait(f"{READY} && document.querySelector('.mask canvas').width === {SIZE[0]}")
+        window.run("const since = performance.now(); window.waited = () => performance.now() - since > 1000")
+        window.wait("return window.waited()")
+        assert window.run("return document.querySelector('.mask canvas').width") == SIZE[0]
+        assert window.run("return document.querySelectorAll('#samples [aria-pressed=true]').length") == 0
+    finally:
+        window.run_command("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
+    window.requests()
 
 
 @pytest.mark.parametrize("card", [0, 1])

@@ -10,6 +10,7 @@ const find = (selector, root = document) => root.querySelector(selector);
 
 const state = {
   image: null, // {blob, name}
+  opened: 0, // how often an image was asked for: only the latest is shown
   own: true,
   threshold: 0.5,
   opacity: 0.55,
@@ -573,7 +574,10 @@ function buildSample(address, index) {
   image.alt = `Sample ${index + 1}`;
   button.append(image);
   button.addEventListener("click", async () => {
-    open(await (await fetch(address)).blob(), `sample${index + 1}.png`);
+    const mine = ++state.opened;
+    const sample = await (await fetch(address)).blob();
+    if (mine !== state.opened) return; // a person was faster than the sample
+    open(sample, `sample${index + 1}.png`);
     pressSample(button);
   });
   return button;
@@ -585,6 +589,7 @@ function pressSample(pressed) {
 
 function openFiles(files) {
   if (files.length === 0) return;
+  state.opened++;
   pressSample(null);
   open(files[0], files[0].name || "the pasted image");
 }
@@ -645,7 +650,9 @@ async function start() {
   if (cards.length > 1) find("#shares").textContent = "Percent of the image, first and second model.";
   listen();
   renderAll();
-  find("#samples button")?.click(); // something to see at once
+  const early = find("#file"); // chosen before the page was listening
+  if (early.files.length > 0) early.dispatchEvent(new Event("change"));
+  else find("#samples button")?.click(); // something to see at once
 }
 
 start().catch((error) => show(`the page could not start: ${error.message}.`));
