@@ -29,3 +29,7 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no {folder.parent.name}/data beside the project: the real VOC and presence lists are not here")
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write golden.json again (without -n)")
