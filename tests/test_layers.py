@@ -24,7 +24,7 @@ ROWS = (
     ("protocol", "losses", "metrics"),
     ("files", "names"),
     ("types",),
-    ("errors",),
+    ("errors", "settings"),
     ("__init__",),
 )
 RANK = {room: len(ROWS) - row for row, rooms in enumerate(ROWS) for room in rooms}
