@@ -156,7 +156,7 @@ def seed_everything(*key: int) -> None:
 
 def seed_of(*key: int) -> int:
     """A well mixed 63-bit seed from a tuple of numbers."""
-    return int(np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextlib.contextmanager
