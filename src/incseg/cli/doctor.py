@@ -26,7 +26,10 @@ _EXTRAS = {
     "onnx": ("onnx", "onnxruntime"),
 }
 """Optional parts of incseg and the packages they bring."""
-_REQUIRED = ("torch", "numpy", "PIL", "safetensors", "jsonargparse", "rich", "matplotlib", "platformdirs")
+_REQUIRED = (
+    "torch", "numpy", "PIL", "safetensors", "jsonargparse", "rich", "matplotlib", "platformdirs", "yaml", "filelock",
+    "jinja2", "shtab",
+)  # fmt: skip
 _DOWNLOADS = {
     "voc": "curl -O http://host.robots.ox.ac.uk/pascal/VOC/voc2012/VOCtrainval_11-May-2012.tar && "
     "tar xf VOCtrainval_11-May-2012.tar",
