@@ -119,8 +119,9 @@ def _devices() -> Iterator[Finding]:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("devices", "ok", f"{', '.join(gpus) or 'no GPU, so the CPU'}; {available} cores")
+    from incseg.engine.runtime import available_cores
+
+    yield Finding("devices", "ok", f"{', '.join(gpus) or 'no GPU, so the CPU'}; {available_cores()} cores")
     limited = f" (OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']})" if "OMP_NUM_THREADS" in os.environ else ""
     yield Finding("threads", "ok", f"torch uses {torch.get_num_threads()}{limited}; --threads changes it")
 

@@ -137,6 +137,11 @@ class Runtime:
         }
 
 
+def available_cores() -> int:
+    """Return the cores that this process may use; macOS and Windows tell only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def speaks() -> bool:
     """Whether this process may print: the only one, or the first of those that torchrun started."""
     return _rank() == 0
