@@ -14,12 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from incseg.data.feeds import Feed, Keys, Loaded
-from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.progress import Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.engine.steps import StepStore
+from incseg.engine.tensorboard import TensorBoard
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.methods import Evidential
 from incseg.models.segmenter import ModelConfig, Segmenter
@@ -115,7 +115,7 @@ def second_step(
         runtime=runtime,
         folder=RunDir(folder),
         reporter=reporter,
-        board=Board(None),
+        board=TensorBoard(None),
         steps=StepStore(None, lambda step: {}),
         about={},
     )

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, where it is installed; a convenience, no part of the results."""
+"""Curves for TensorBoard, where it is installed. They are a convenience and not part of the results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 from incseg.metrics.continual import FIGURES
 
 
-class Board:
-    """Losses by epoch, and the figures of each step at its last epoch; epochs count over all steps.
+class TensorBoard:
+    """Write losses by epoch and the metrics of each step at its last epoch; epochs count over all steps.
 
-    What an interrupted run learns twice is drawn twice: the numbers are the same. A disk that will not have the curves
-    ends them and not the run, which is why they are written here and not by torch's writer, from a thread of its own.
+    Epochs that an interrupted run repeats are drawn twice, with the same numbers. A full disk ends the curves and not
+    the run. That is why torch's SummaryWriter is not used: it writes from a thread, and where the disk is full that
+    thread prints a traceback (measured with tensorboard 2.21); its buffer of up to two minutes is lost by kill -9.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is None in the processes that do not write."""
+        """Take None as `folder` in processes that do not write."""
         self._folder = folder
         self._stream: Any = None
 
