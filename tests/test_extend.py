@@ -28,7 +28,7 @@ from incseg.engine.progress import Screen, Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.experiment import RunConfig, train
-from incseg.extend import AS_TRAINED, LADDER, Outcome, Try, choose, extend
+from incseg.extension import AS_TRAINED, LADDER, Outcome, Try, choose, extend
 from incseg.files import cache_path, read_tensors, write_json
 from incseg.methods.finetune import Finetune
 from incseg.metrics.forgetting import agreement, mean_new_iou

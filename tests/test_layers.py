@@ -16,7 +16,7 @@ ROOT = Path(incseg.__file__).parent
 ROWS = (
     ("__main__",),
     ("cli",),
-    ("bench", "demo", "export", "extend", "gallery", "score"),
+    ("bench", "demo", "export", "extension", "gallery", "score"),
     ("experiment", "presets", "inference", "report"),
     ("engine",),
     ("methods",),

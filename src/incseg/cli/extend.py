@@ -24,7 +24,7 @@ from incseg.engine.runtime import speaks
 from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
 from incseg.experiment import SHEET, RunConfig, open_source, read_meaning, write_sheet
-from incseg.extend import AS_TRAINED, CLOSED_FORM, LADDER, RECIPES, Recipe, Try, extend
+from incseg.extension import AS_TRAINED, CLOSED_FORM, LADDER, RECIPES, Recipe, Try, extend
 from incseg.inference import require_trusted
 from incseg.methods import find_method
 from incseg.methods.analytic import Analytic
