@@ -31,6 +31,7 @@ from incseg.methods.analytic import Analytic
 from incseg.metrics.forgetting import agreement, best, mean_new_iou
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
+from incseg.names import require_known
 from incseg.presets import preset_for
 from incseg.types import UserError
 
@@ -38,7 +39,7 @@ BATCH = 8
 AUTO = "auto"
 _FULL = "folder-full"
 """The preset that a model takes whose file does not tell how it was trained."""
-_SIZES = frozenset({"train.crop", "eval.size"})
+SIZES = frozenset({"train.crop", "eval.size"})
 _OF_RECIPES = "evidential"
 """The method that can add classes to a model that stays as it is."""
 
@@ -225,7 +226,7 @@ class Request:
     """
 
     model: str | os.PathLike[str]
-    out: str | os.PathLike[str]
+    out: str
     resolve: Callable[[dict[str, Any]], RunConfig]
     given: frozenset[str] = frozenset()
     data: str = "folder"
@@ -263,6 +264,7 @@ class Plan:
 
     @staticmethod
     def read(request: Request) -> Plan:
+        require_known("recipe", request.recipe, [AUTO, *RECIPES])
         file = model_file(Path(request.model).expanduser(), request.step)
         model, about = load_segmenter(file)
         trained_by = about.get("method")
@@ -383,7 +385,7 @@ class Plan:
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
         self.lines += write_sheet(inner, meaning.pixels, Path(self.request.out) / SHEET) if speaks() else []
-        given = self.request.size is not None or bool(self.request.given & _SIZES)
+        given = self.request.size is not None or bool(self.request.given & SIZES)
         if (
             self.request.size is not None
             and self.recipes != (AS_TRAINED,)

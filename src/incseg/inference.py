@@ -155,7 +155,7 @@ class Predictor:
     classes: tuple[str, ...]
     ids: tuple[int, ...]
     palette: np.ndarray = field(repr=False)
-    info: dict[str, Any]
+    info: dict[str, Any] = field(repr=False)
 
     @property
     def increments(self) -> Sequence[Increment]:
