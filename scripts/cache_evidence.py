@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from incseg.config import RunConfig, load_run_config
 from incseg.data.features import StoredCache, stored_caches
 from incseg.data.feeds import Feed
-from incseg.engine.progress import Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import started
-from incseg.experiment import RunConfig, Setup, evaluate, load_run_config
 from incseg.files import cache_path, read_json, write_json, write_text
 from incseg.methods import build_method
 from incseg.metrics.continual import FIGURES
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.report.writers import code_block, markdown_table
+from incseg.run import Setup, evaluate
 from incseg.types import UserError
 
 BATCH = 16
@@ -62,11 +62,11 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
     equal = count = 0
     farthest = largest = 0.0
     with started("cpu", "float32", config.threads) as runtime:
-        setup = Setup.of(config, method, Silent())
+        setup = Setup.of(config, method)
         model, _ = load_segmenter(RunDir(run).model(len(setup.protocol.steps) - 1))
         model.eval()
         fresh_config = replace(config, data=replace(config.data, cache="off"))
-        kept_feed, fresh_feed = (setup.feed(c, model, runtime, Silent(), train=True) for c in (config, fresh_config))
+        kept_feed, fresh_feed = (setup.feed(c, model, runtime, train=True) for c in (config, fresh_config))
         pairs = zip(
             features(kept_feed, model, setup, images),
             features(fresh_feed, model, setup, images),
@@ -83,7 +83,7 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
 
 def tested(run: Path, config: RunConfig, cache: str) -> dict[str, Any]:
     overrides = {"data": replace(config.data, cache=cache), "threads": config.threads}
-    return evaluate(run, None, {}, overrides, Silent)
+    return evaluate(run, None, {}, overrides)
 
 
 def main() -> int:

@@ -11,16 +11,16 @@ from itertools import islice
 import torch
 
 from incseg.bench.measure import Aim, Section, Settings, Spread, in_turn, ratios, seconds
+from incseg.config import DataConfig, RunConfig
 from incseg.data.feeds import Loaded
 from incseg.data.views import EpochOrder
 from incseg.engine.evaluator import EvalConfig
-from incseg.engine.progress import Silent
 from incseg.engine.runtime import started
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import DataConfig, RunConfig, Setup
 from incseg.methods import build_method
 from incseg.models.segmenter import ModelConfig, build_segmenter
 from incseg.presets import preset_for
+from incseg.run import Setup
 from incseg.types import Batch, Increment
 
 
@@ -29,9 +29,9 @@ def run(settings: Settings) -> list[Section]:
     updates = settings.pick(60 if settings.root else 16, 4)
     method = build_method(config.method)
     with _cache_of_its_own(not settings.root), started("cpu", "float32", settings.threads) as runtime:
-        setup = Setup.of(config, method, Silent())
+        setup = Setup.of(config, method)
         model = build_segmenter(config.model, method.background_output, lambda line: None)
-        feed = setup.feed(config, model, runtime, Silent(), train=True)
+        feed = setup.feed(config, model, runtime, train=True)
         step = setup.protocol.steps[0]
         images = len(setup.train_images[0])
         model.grow(Increment(step.names, step.new, images))

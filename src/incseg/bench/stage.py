@@ -16,10 +16,9 @@ from torch import Tensor
 from incseg.data.feeds import Feed, Keys, Loaded
 from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
-from incseg.engine.progress import Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.engine.steps import StepStore
+from incseg.engine.step_cache import StepCache
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.methods import Evidential
 from incseg.models.segmenter import ModelConfig, Segmenter
@@ -103,20 +102,18 @@ def second_step(
         inputs = model.features(pixels) if config.freeze_backbone else pixels
         loaded.append((inputs, made_up_labels(own, size, 15, 20), list(range(own))))
     feed = MemoryFeed([range(images * updates)] * 2, (), 0, loaded)
-    reporter = Silent()
     trainer = Trainer(
         protocol=protocol,
         feed=feed,
-        evaluator=Evaluator(protocol, feed, [], EvalConfig(), runtime, reporter),
+        evaluator=Evaluator(protocol, feed, [], EvalConfig(), runtime),
         method=Evidential(),
         model=model,
         train=TrainConfig(epochs=1, batch_size=images, crop=size, lr=1e-3, lr_later=1e-3, **train),
         seed=0,
         runtime=runtime,
         folder=RunDir(folder),
-        reporter=reporter,
         board=Board(None),
-        steps=StepStore(None, lambda step: {}),
+        cache=StepCache(None, lambda step: {}),
         about={},
     )
     return trainer, teacher

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -15,15 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from incseg.cli.settings import parse_extension
+from incseg.config import RunConfig
 from incseg.data.extended import Extended
 from incseg.data.pixels import PixelCounts, as_seen_by
+from incseg.data.sheet import write_sheet
 from incseg.data.sizing import ChosenSize, choose_size, object_sides
-from incseg.engine.progress import Screen
+from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir, model_file, read_config
 from incseg.engine.runtime import speaks
-from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import SHEET, RunConfig, open_source, read_meaning, write_sheet
+from incseg.engine.warm_start import WarmStart
 from incseg.extend import AS_TRAINED, CLOSED_FORM, LADDER, RECIPES, Recipe, Try, extend
 from incseg.inference import require_trusted
 from incseg.methods import find_method
@@ -32,6 +32,7 @@ from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.presets import preset_for
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
+from incseg.run import open_source, read_meaning
 from incseg.types import UserError
 
 HELP = "add classes of your own photographs to a model; its old data is not needed"
@@ -239,17 +240,17 @@ class Asked:
 
     def _look_at_photographs(self) -> None:
         """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
-        start = Start(self.file, self.model, self.about)
+        warm_start = WarmStart(self.file, self.model, self.about)
         if self.recipes == (CLOSED_FORM,):
-            self.further = start.learn_further(self.args.classes or "", Analytic.Config.ridge)
+            self.further = warm_start.learn_further(self.args.classes or "", Analytic.Config.ridge)
             if self.further:
                 self.lines.append(
                     f"{', '.join(self.further)}: known, so learnt further; what was seen of it before counts, too"
                 )
         inner = open_source(self.config(AS_TRAINED).data)
-        source = start.extended(inner, self.args.classes or "joint")
-        with contextlib.closing(Screen()) as reporter:
-            meaning = read_meaning(inner, reporter)
+        source = warm_start.extended(inner, self.args.classes or "joint")
+        with showing():
+            meaning = read_meaning(inner)
         pixels = as_seen_by(source, meaning.pixels)
         ids = {source.info.classes.index(name) + 1: name for name in source.new}
         shown = pixels["train"].presence.classes
@@ -259,7 +260,7 @@ class Asked:
                 raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
-        self.lines += write_sheet(inner, meaning.pixels, Path(self.args.out) / SHEET) if speaks() else []
+        self.lines += write_sheet(inner, meaning.pixels, RunDir(self.args.out).sheet) if speaks() else []
         given = self.args.size is not None or self._given(*_SIZE_FLAGS)
         if self.args.size is not None and self.recipes != (AS_TRAINED,) and self.args.size not in self.allowed_sizes:
             allowed = ", ".join(map(str, self.allowed_sizes))

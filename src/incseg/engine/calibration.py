@@ -13,7 +13,6 @@ import torch
 
 from incseg.data.feeds import Loaded, thinned
 from incseg.engine.forgetting import MARGIN, near_new_objects, zero_counts
-from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.methods.base import Judged, Method
@@ -26,21 +25,19 @@ _STRIDE = 4
 """Every fourth pixel in both directions is enough to choose by."""
 
 
-def calibrate(
-    model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter
-) -> float:
+def calibrate(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime) -> float:
     """Shift the scores of the newest classes by the best of SHIFTS; returns the shift.
 
     The old classes' scores must be those of the model before: everything but the newest classifier and its head was
     frozen.
     """
-    chosen = judge(model, method, batches, runtime, reporter).shift
+    chosen = judge(model, method, batches, runtime).shift
     model.shift_newest(chosen)
     return chosen
 
 
 @torch.no_grad()
-def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter) -> Judged:
+def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime) -> Judged:
     """The best of SHIFTS on these images, and what it reaches; the model stays as it is."""
     model.eval()
     newest = model.increments[-1]
@@ -51,7 +48,7 @@ def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: 
     num_old = model.num_classes - num_new
     shifts = torch.tensor(SHIFTS, device=runtime.device)
     counts = [zero_counts(model.num_classes, num_old) for _ in SHIFTS]
-    for inputs, labels, indices in batches:
+    for inputs, labels, _ in batches:
         labels = thinned(labels, _STRIDE).to(runtime.device)
         with runtime.autocast():
             logits = model(runtime.move(inputs)).logits
@@ -61,7 +58,6 @@ def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: 
             for shift, counted in zip(shifts, counts, strict=True):
                 shifted = torch.cat([strip[:, :num_old], strip[:, num_old:] + shift], 1)
                 counted.add(before, method.predict(shifted, model.increments).labels, labels[:, rows], near[:, rows])
-        reporter.advance(len(indices))
     names = [name for increment in model.increments for name in increment.classes]
     figures = []
     for counted in counts:
