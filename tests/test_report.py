@@ -19,7 +19,7 @@ from PIL import Image
 from small_runs import small_config
 
 from incseg.cli import main
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
 from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes

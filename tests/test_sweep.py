@@ -293,7 +293,7 @@ def test_a_run_that_was_started_by_hand_is_not_started_again(root: Path) -> None
     queue = Queue(root)
     queue.add(jobs("a"))
     run = RunDir(root / "a")
-    run.open({"threads": 1})
+    run.lock()
     assert queue.state(queue.jobs()[0]) == "running"
     assert queue.take("me") is None
     assert f"process {os.getpid()}" in (queue.worker(queue.jobs()[0]) or "")

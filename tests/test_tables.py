@@ -24,7 +24,8 @@ from PIL import Image
 from small_runs import small_config
 
 from incseg.cli import main
-from incseg.cli.settings import parse_run, usual_settings
+from incseg.cli.settings import parse_run
+from incseg.config import usual_settings
 from incseg.data.ade20k import ADE20K_INFO
 from incseg.engine.evaluator import Counts, figures
 from incseg.engine.rundir import RunDir, flatten

@@ -451,15 +451,20 @@ class Trainer:
         write_record(self.folder.row(step.index), row)
         self.folder.checkpoint.unlink(missing_ok=True)
         self.board.row(row, self._epochs_before(step.index + 1))
-        log_rows(self.title, self.folder.rows(), self.notes, self.class_images)
+        log_rows(self.title, self._rows(step.index + 1), self.notes, self.class_images)
+
+    def _rows(self, done: int) -> list[dict[str, Any]]:
+        """Return the rows of so many finished steps."""
+        rows = self.folder.rows()
+        if len(rows) < done:
+            raise UserError(f"{self.folder.row(len(rows))} has gone; the same command learns step {len(rows)} again")
+        return rows
 
     def _epochs_before(self, step: int) -> int:
         return sum(self.train.for_step(index)[0] for index in range(step))
 
     def _finish(self) -> dict[str, Any]:
-        rows = self.folder.rows()
-        if len(rows) < len(self.protocol.steps):
-            raise UserError(f"{self.folder.row(len(rows))} has gone; the same command learns step {len(rows)} again")
+        rows = self._rows(len(self.protocol.steps))
         last = rows[-1]
         results = {
             "final": {
