@@ -23,7 +23,7 @@ from torch import Tensor
 
 from incseg.config import RunConfig, load_run_config
 from incseg.data.features import StoredCache, stored_caches
-from incseg.data.feeds import Feed
+from incseg.data.loaders import Loaders
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import started
 from incseg.files import cache_path, read_json, write_json, write_text
@@ -44,13 +44,13 @@ def making(cache: StoredCache) -> float:
     return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
-def features(feed: Feed, model: Segmenter, setup: Setup, images: int) -> Iterator[list[Tensor]]:
+def features(loaders: Loaders, model: Segmenter, setup: Setup, images: int) -> Iterator[list[Tensor]]:
     """What the head reads of the first test images, then of the first images of step 0."""
     first, last = setup.protocol.steps[0], setup.protocol.steps[-1]
     batches = -(-images // BATCH)
     for inputs, _, _ in (
-        *islice(feed.testing(last, range(images), BATCH), batches),
-        *islice(feed.plain(first, BATCH), batches),
+        *islice(loaders.testing(last, range(images), BATCH), batches),
+        *islice(loaders.plain(first, BATCH), batches),
     ):
         yield list(model.features(inputs) if isinstance(inputs, Tensor) else inputs)
 
@@ -66,10 +66,10 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
         model, _ = load_segmenter(RunDir(run).model(len(setup.protocol.steps) - 1))
         model.eval()
         fresh_config = replace(config, data=replace(config.data, cache="off"))
-        kept_feed, fresh_feed = (setup.feed(c, model, runtime, train=True) for c in (config, fresh_config))
+        cached_loaders, fresh_loaders = (setup.loaders(c, model, runtime, train=True) for c in (config, fresh_config))
         pairs = zip(
-            features(kept_feed, model, setup, images),
-            features(fresh_feed, model, setup, images),
+            features(cached_loaders, model, setup, images),
+            features(fresh_loaders, model, setup, images),
             strict=True,
         )
         for kept, fresh in pairs:

@@ -76,6 +76,14 @@ def test_a_new_option_leaves_trained_steps_valid() -> None:
     assert all(training_recipe(config, method, step) != before[step] for step in (0, 1))
 
 
+def test_a_step_that_was_calibrated_depends_on_the_test(tmp_path: Path) -> None:
+    frozen = {"frozen_later": "model", "own_head": True, "calibrate": True}
+    for name, size in (("first", 48), ("second", 48), ("third", 32)):
+        train(small_config(tmp_path / name, task="6-4", reuse=True, train=frozen, eval={"size": size}))
+    assert reused(tmp_path / "second") == [True, True]
+    assert reused(tmp_path / "third") == [True, False]
+
+
 @pytest.mark.parametrize(
     ("changes", "shared"),
     [

@@ -27,7 +27,7 @@ import incseg.data.features as features_module
 from incseg.cli import main
 from incseg.config import RunConfig
 from incseg.data.features import FeatureStore, StoredCache, StoreUnwritable, clear, stored_caches
-from incseg.data.feeds import FeatureFeed, Feed, PixelFeed, _ahead, thinned
+from incseg.data.loaders import FeatureLoaders, Loaders, PixelLoaders, _ahead, thinned
 from incseg.data.shapes import Shapes
 from incseg.data.source import Source
 from incseg.data.transforms import TestTransform
@@ -124,16 +124,16 @@ def spoken(config: RunConfig) -> str:
 # --- the same run --------------------------------------------------------------------------------------------
 
 
-def feeds(config: RunConfig) -> tuple[Setup, list[Feed]]:
-    """The feed of a configuration with the cache and without."""
+def both_loaders(config: RunConfig) -> tuple[Setup, list[Loaders]]:
+    """The loaders of a configuration with the cache and without."""
     method = build_method(config.method)
     setup = Setup.of(config, method)
     seed_everything(config.seed)
     model = Segmenter(config.model, method.background_output).eval()
-    made: list[Feed] = []
+    made: list[Loaders] = []
     for cache in ("auto", "off"):
         config.data.cache = cache  # type: ignore[assignment]
-        made.append(setup.feed(config, model, Runtime("cpu"), train=True))
+        made.append(setup.loaders(config, model, Runtime("cpu"), train=True))
     pixels = made[1].training
 
     def encoded(step: Any, keys: Any) -> Iterator[Any]:
@@ -151,12 +151,12 @@ def test_training_batches_are_those_of_pixels_to_half_precision(
     config = frozen_config(
         tmp_path / "run", model={"stages": stages}, train={"label_stride": label_stride, "flip": flip}
     )
-    setup, (kept, pixels) = feeds(config)
-    assert isinstance(kept, FeatureFeed)
-    assert isinstance(pixels, PixelFeed)
+    setup, (kept, pixels) = both_loaders(config)
+    assert isinstance(kept, FeatureLoaders)
+    assert isinstance(pixels, PixelLoaders)
     step = setup.protocol.steps[1]
     order = EpochOrder(len(kept.train_images[1]), 4, 2, (config.seed, 1))
-    mine, theirs = (list(feed.training(step, order)) for feed in (kept, pixels))
+    mine, theirs = (list(loaders.training(step, order)) for loaders in (kept, pixels))
     assert len(mine) == len(theirs) == len(order) > 2
     for (features, labels, indices), (expected, their_labels, their_indices) in zip(mine, theirs, strict=True):
         assert indices == their_indices
@@ -170,10 +170,10 @@ def test_training_batches_are_those_of_pixels_to_half_precision(
 
 
 def test_test_batches_and_plain_ones_are_those_of_pixels(tmp_path: Path) -> None:
-    setup, (kept, pixels) = feeds(frozen_config(tmp_path / "run", train={"label_stride": 4}))
+    setup, (kept, pixels) = both_loaders(frozen_config(tmp_path / "run", train={"label_stride": 4}))
     step = setup.protocol.steps[0]
     for name, arguments in (("testing", ([5, 0, 3], 2)), ("plain", (5,))):
-        mine, theirs = (list(getattr(feed, name)(step, *arguments)) for feed in (kept, pixels))
+        mine, theirs = (list(getattr(loaders, name)(step, *arguments)) for loaders in (kept, pixels))
         assert [indices for _, _, indices in mine] == [indices for _, _, indices in theirs]
         for (features, labels, _), (images, their_labels, _) in zip(mine, theirs, strict=True):
             assert torch.equal(labels, their_labels)

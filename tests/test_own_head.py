@@ -15,7 +15,7 @@ from PIL import Image
 from small_runs import evaluated_again, rows_of, small_config, train_in_two_processes
 from torch import Tensor
 
-from incseg.engine.calibration import SHIFTS, best, calibrate
+from incseg.engine.calibration import SHIFTS, best, judge
 from incseg.engine.runtime import Runtime
 from incseg.export import to_onnx, with_onnx
 from incseg.inference import load
@@ -253,7 +253,8 @@ def test_new_classes_are_said_as_boldly_as_is_right(score: float, wanted: float)
     def batches() -> Iterator[tuple[Tensor, Tensor, list[int]]]:
         yield logits, labels, [0]
 
-    shift = calibrate(model, Evidential(), batches(), Runtime("cpu"))
+    shift = judge(model, Evidential(), batches(), Runtime("cpu")).shift
+    model.shift_newest(shift)
     assert shift in SHIFTS
     assert shift == wanted
     after = Evidential().predict(model(logits).logits, model.increments).labels  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from incseg.config import (
 )
 from incseg.data import build_source
 from incseg.data.features import StoreUnwritable
-from incseg.data.feeds import FeatureFeed, Feed, PixelFeed
+from incseg.data.loaders import FeatureLoaders, Loaders, PixelLoaders
 from incseg.data.meaning import Meaning, check_meaning
 from incseg.data.pixels import PixelCounts
 from incseg.data.presence import Presence, presence_of
@@ -195,7 +195,7 @@ class Setup:
         warning = [f"warning: no photograph to learn from shows {', '.join(unshown)}"] if unshown else []
         return [*self.meaning_notes, *warning]
 
-    def feed(self, config: RunConfig, model: Segmenter, runtime: Runtime, train: bool) -> Feed:
+    def loaders(self, config: RunConfig, model: Segmenter, runtime: Runtime, train: bool) -> Loaders:
         """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
         images = (self.train_images, self.test_images, config.seed)
         stride = config.train.label_stride
@@ -219,10 +219,10 @@ class Setup:
                 wanted.insert(0, Wanted(kept_for_test, self.test_images, test_workers))
             try:
                 fill(wanted, model, self.source, runtime)
-                return FeatureFeed(*images, kept, kept_for_test, plain, flip, stride)
+                return FeatureLoaders(*images, kept, kept_for_test, plain, flip, stride)
             except StoreUnwritable as error:
                 log.info(f"{error}; going on without it, which takes longer; INCSEG_CACHE names another place")
-        return PixelFeed(
+        return PixelLoaders(
             *images,
             source=self.source,
             test_split=self.test_split,
@@ -235,8 +235,8 @@ class Setup:
             pin=runtime.device.type == "cuda",
         )
 
-    def evaluator(self, feed: Feed, config: EvalConfig, runtime: Runtime) -> Evaluator:
-        return Evaluator(self.protocol, feed, self.counted, config, runtime, unshown_is_zero=not self.pixels)
+    def evaluator(self, loaders: Loaders, config: EvalConfig, runtime: Runtime) -> Evaluator:
+        return Evaluator(self.protocol, loaders, self.counted, config, runtime, unshown_is_zero=not self.pixels)
 
 
 def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
@@ -311,13 +311,13 @@ def train(config: RunConfig) -> dict[str, Any]:
             return setup, model
 
         setup, model = runtime.main_first(prepare)
-        feed = setup.feed(config, model.to(runtime.device), runtime, train=True)
+        loaders = setup.loaders(config, model.to(runtime.device), runtime, train=True)
         board = Board(folder.tensorboard if runtime.is_main else None)
-        trainer = _trainer(config, setup, method, model, feed, runtime, folder, board)
+        trainer = _trainer(config, setup, method, model, loaders, runtime, folder, board)
         with contextlib.closing(board):
             results = trainer.run()
         if setup.warm_start is not None and runtime.is_main:
-            measure_forgetting(folder, setup.protocol.steps[-1], feed, config.method, config.eval, runtime)
+            measure_forgetting(folder, setup.protocol.steps[-1], loaders, config.method, config.eval, runtime)
         runtime.barrier()
         return results
 
@@ -334,15 +334,15 @@ def _build(config: RunConfig, method: Method) -> tuple[Setup, Segmenter, list[st
 
 
 def _trainer(
-    config: RunConfig, setup: Setup, method: Method, model: Segmenter, feed: Feed, runtime: Runtime, folder: RunDir,
-    board: Board,
+    config: RunConfig, setup: Setup, method: Method, model: Segmenter, loaders: Loaders, runtime: Runtime,
+    folder: RunDir, board: Board,
 ) -> Trainer:  # fmt: skip
     protocol, name = setup.protocol, config.method["name"]
     of_the_machine = names_affecting(TrainConfig, "machine")
     return Trainer(
         protocol=protocol,
-        feed=feed,
-        evaluator=setup.evaluator(feed, config.eval, runtime),
+        loaders=loaders,
+        evaluator=setup.evaluator(loaders, config.eval, runtime),
         method=method,
         model=model,
         train=config.train,
@@ -377,7 +377,10 @@ def _recipe(
         "initial": tensors_digest(model.state_dict()),
         "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
     }
-    return lambda step: {**fixed, **training_recipe(config, method, step)}
+    later: dict[str, Any] = {}
+    if config.train.frozen_later == "model":  # new classes see images of the test's size, and may be calibrated on them
+        later["test"] = [config.eval.size, setup.source.fingerprint(setup.test_split), setup.test_images]
+    return lambda step: {**fixed, **(later if step else {}), **training_recipe(config, method, step)}
 
 
 def job_of(config: RunConfig, name: str) -> Job:
@@ -424,8 +427,8 @@ def evaluate(
                 f"{run.model(index)} knows {model.num_classes} classes, which is not step {index} of task "
                 f"'{config.task}' in {run.config}; restore the configuration that it was trained with"
             )
-        feed = setup.feed(config, model, runtime, train=False)
-        evaluator = setup.evaluator(feed, config.eval, runtime)
+        loaders = setup.loaders(config, model, runtime, train=False)
+        evaluator = setup.evaluator(loaders, config.eval, runtime)
         counts = evaluator.count(model, method, step)
         row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
         notes = [*setup.notes, *_other_images(run.rows()[index], row)]

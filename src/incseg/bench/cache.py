@@ -12,7 +12,7 @@ import torch
 
 from incseg.bench.measure import Aim, Section, Settings, Spread, in_turn, ratios, seconds
 from incseg.config import DataConfig, RunConfig
-from incseg.data.feeds import Loaded
+from incseg.data.loaders import Loaded
 from incseg.data.views import EpochOrder
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.runtime import started
@@ -31,7 +31,7 @@ def run(settings: Settings) -> list[Section]:
     with _cache_of_its_own(not settings.root), started("cpu", "float32", settings.threads) as runtime:
         setup = Setup.of(config, method)
         model = build_segmenter(config.model, method.background_output, lambda line: None)
-        feed = setup.feed(config, model, runtime, train=True)
+        loaders = setup.loaders(config, model, runtime, train=True)
         step = setup.protocol.steps[0]
         images = len(setup.train_images[0])
         model.grow(Increment(step.names, step.new, images))
@@ -50,7 +50,7 @@ def run(settings: Settings) -> list[Section]:
             nonlocal drawn
             order = EpochOrder(images, config.train.batch_size, 1000, (config.seed, 0), drawn)
             drawn += updates
-            return islice(feed.training(step, order), updates)
+            return islice(loaders.training(step, order), updates)
 
         in_memory = list(islice(from_cache(), 4)) * (updates // 4)
         amount = updates * config.train.batch_size
@@ -71,7 +71,7 @@ def run(settings: Settings) -> list[Section]:
             ],
             notes=[
                 f"{config.model.backbone} at {config.train.crop}², batches of {config.train.batch_size}, {updates} "
-                "updates a round, the base step. From the cache the run's own feed reads, converts and relabels."
+                "updates a round, the base step. From the cache the run's own loader reads, converts and relabels."
             ],
             figures=found,
         )

@@ -13,8 +13,8 @@ from PIL import Image
 
 from incseg.bench.measure import Aim, Section, Settings, Spread, in_turn, ratios, seconds
 from incseg.bench.stage import NETWORK, QUICK_NETWORK, grown, protocol_of
-from incseg.data.feeds import PixelFeed
 from incseg.data.folder import Folder
+from incseg.data.loaders import PixelLoaders
 from incseg.data.transforms import TestTransform, TrainTransform
 from incseg.data.views import EpochOrder, StepView
 from incseg.protocol import Step
@@ -72,8 +72,8 @@ def _loading(source: Folder, step: Step, settings: Settings) -> Section:
 
     def both(workers: int) -> float:
         plain = TestTransform(size)
-        feed = PixelFeed([images], (), 0, source, "val", transform, plain, plain, 1, workers, 0, False)
-        loaded = feed.training(step, EpochOrder(len(images), batch, 1000, (0,)))
+        loaders = PixelLoaders([images], (), 0, source, "val", transform, plain, plain, 1, workers, 0, False)
+        loaded = loaders.training(step, EpochOrder(len(images), batch, 1000, (0,)))
         next(loaded)  # the loader's start is not counted
         return amount / seconds(lambda: train_on(inputs for inputs, _, _ in islice(loaded, updates)))
 

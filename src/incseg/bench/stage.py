@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incseg.data.feeds import Feed, Keys, Loaded
+from incseg.data.loaders import Keys, Loaded, Loaders
 from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.rundir import RunDir
@@ -64,7 +64,7 @@ def made_up_labels(images: int, size: int, old: int, total: int) -> Tensor:
 
 
 @dataclass
-class MemoryFeed(Feed):
+class MemoryLoaders(Loaders):
     """Batches that are there already; each process takes its share of them."""
 
     loaded: Sequence[Loaded]
@@ -101,11 +101,11 @@ def second_step(
         pixels = torch.randn(own, 3, size, size)
         inputs = model.features(pixels) if config.freeze_backbone else pixels
         loaded.append((inputs, made_up_labels(own, size, 15, 20), list(range(own))))
-    feed = MemoryFeed([range(images * updates)] * 2, (), 0, loaded)
+    loaders = MemoryLoaders([range(images * updates)] * 2, (), 0, loaded)
     trainer = Trainer(
         protocol=protocol,
-        feed=feed,
-        evaluator=Evaluator(protocol, feed, [], EvalConfig(), runtime),
+        loaders=loaders,
+        evaluator=Evaluator(protocol, loaders, [], EvalConfig(), runtime),
         method=Evidential(),
         model=model,
         train=TrainConfig(epochs=1, batch_size=images, crop=size, lr=1e-3, lr_later=1e-3, **train),

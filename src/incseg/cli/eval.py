@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from incseg.cli.settings import method_overrides
 from incseg.config import RunConfig, load_run_config, method_options
@@ -90,9 +89,8 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     wanted = args.split or ("val" if listed else "all")
     splits = [split for split in SPLITS if wanted in (split, "all")]
     console = Console(stderr=args.json, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("testing", total=None)
-        found = score(predictor, source, splits, lambda done, total: bar.update(task, completed=done, total=total))
+    with showing(Screen(console)):
+        found = score(predictor, source, splits)
     console.print(score_table(found))
     if unshown := [name for name, one in found["classes"].items() if not one["images"]]:
         console.print(f"no photograph shows: {', '.join(unshown)}", markup=False, soft_wrap=True)

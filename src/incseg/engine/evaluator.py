@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from incseg.data.feeds import Feed
+from incseg.data.loaders import Loaders
 from incseg.engine.progress import show_progress
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
@@ -90,7 +90,7 @@ class Evaluator:
     """
 
     protocol: Protocol
-    feed: Feed
+    loaders: Loaders
     counted: Sequence[Sequence[bool]]
     config: EvalConfig
     runtime: Runtime
@@ -103,12 +103,12 @@ class Evaluator:
         model.eval()
         device = self.runtime.device
         counts = Counts.zero(model.num_classes + 1, device)
-        images = self.feed.test_images
+        images = self.loaders.test_images
         allowed = dict(zip(images, self.counted[step.index], strict=True))
         unseen = BACKGROUND if self.protocol.rules.unseen_at_test == "background" else IGNORE
         mine, size = self.runtime.share(range(len(images))), self.config.batch_size if self.config.size else 1
         with show_progress(f"test {step.index}/{len(self.protocol.steps) - 1}", len(images)) as advance:
-            for inputs, labels, indices in self.feed.testing(step, mine, size):
+            for inputs, labels, indices in self.loaders.testing(step, mine, size):
                 labels = labels.to(device, non_blocking=True)
                 in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
                 with self.runtime.autocast():

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.data.feeds import Feed, Loaded
+from incseg.data.loaders import Loaded, Loaders
 from incseg.engine.checkpoint import load_step
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.progress import with_progress
@@ -27,7 +27,7 @@ from incseg.types import BACKGROUND, IGNORE, UNSEEN
 
 
 def measure_forgetting(
-    folder: RunDir, step: Step, feed: Feed, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime
+    folder: RunDir, step: Step, loaders: Loaders, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime
 ) -> dict[str, Any]:  # fmt: skip
     """Compare the models of step 0 and of `step`; what is found is saved in the run folder and measured once.
 
@@ -37,12 +37,12 @@ def measure_forgetting(
     found = read_json(folder.forgetting) if folder.forgetting.exists() else {}
     if found.get("row_digest") != digest:
         models = [_saved(folder, index, method_settings, runtime) for index in (0, step.index)]
-        held_out = bool(feed.test_images)
+        held_out = bool(loaders.test_images)
         if held_out:
-            batches = feed.testing(step, range(len(feed.test_images)), config.batch_size if config.size else 1)
+            batches = loaders.testing(step, range(len(loaders.test_images)), config.batch_size if config.size else 1)
         else:  # with all the labels that a test would have
-            batches = feed.plain(replace(step, train_table=step.test_table), config.batch_size)
-        total = len(feed.test_images) or len(feed.train_images[step.index])
+            batches = loaders.plain(replace(step, train_table=step.test_table), config.batch_size)
+        total = len(loaders.test_images) or len(loaders.train_images[step.index])
         compared = compare_models(models, with_progress(batches, "before and after", total), runtime)
         found = {"row_digest": digest, "held_out": held_out, **compared}
         write_json(folder.forgetting, found)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from incseg.data.feeds import Loaded
+from incseg.data.loaders import Loaded
 from incseg.engine.runtime import speaks
 from incseg.metrics.continual import FIGURES
 

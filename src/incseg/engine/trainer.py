@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from incseg.data.feeds import Feed
+from incseg.data.loaders import Loaders
 from incseg.data.views import EpochOrder
 from incseg.engine.board import Board
 from incseg.engine.calibration import judge
@@ -148,7 +148,7 @@ class Trainer:
     """Everything a run needs, as objects; `run` goes from where the run folder stands to the end."""
 
     protocol: Protocol
-    feed: Feed
+    loaders: Loaders
     evaluator: Evaluator
     method: Method
     model: Segmenter
@@ -198,7 +198,7 @@ class Trainer:
 
     def _learn(self, step: Step) -> dict[str, Any]:
         seed_everything(self.seed, step.index)
-        images = self.feed.train_images[step.index]
+        images = self.loaders.train_images[step.index]
         so_far = self.protocol.steps[: step.index + 1]
         kept = self.warm_start if step.index == 0 else None
         if kept is None:
@@ -206,7 +206,7 @@ class Trainer:
                 raise UserError(
                     f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol"
                 )
-            kept = self.cache.find(so_far, self.feed.train_images)
+            kept = self.cache.find(so_far, self.loaders.train_images)
             if self.cache.root is not None and self.runtime.any(kept is None):
                 kept = None  # another run may keep the step while our processes look: all take it, or all train
             if kept is not None:
@@ -238,7 +238,7 @@ class Trainer:
             write_tensors(self.folder.state(step.index), self.method.state(), {})
             write_array(self.folder.confusion(step.index), counts.confusion.numpy())
             if to_keep:
-                self.cache.keep(so_far, self.feed.train_images, self.folder, progress)
+                self.cache.keep(so_far, self.loaders.train_images, self.folder, progress)
         return row
 
     def _train(self, step: Step) -> Progress:
@@ -249,7 +249,7 @@ class Trainer:
         # A model that stays as it is needs no teacher: there is nothing to forget.
         teacher = self.model.frozen_copy() if step.index and self.train.frozen_later != "model" else None
         head = len(self.model.heads) + 1 if own_head else 0
-        self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index]), head))
+        self.model.grow(Increment(step.names, step.new, len(self.loaders.train_images[step.index]), head))
         self.model.to(self.runtime.device).train()
         if self.train.uses("channels_last"):
             for network in (self.model, teacher):
@@ -286,18 +286,18 @@ class Trainer:
             total=self.runtime.sum,
             share=self.runtime.share,
             say=log.info,
-            label_counts=lambda: self.feed.label_counts(step),
-            num_images=len(self.feed.train_images[step.index]),
+            label_counts=lambda: self.loaders.label_counts(step),
+            num_images=len(self.loaders.train_images[step.index]),
         )
 
     def _may_look(self, step: Step) -> bool:
         """Whether held-back images may help to choose how boldly new classes are predicted."""
         frozen = self.train.frozen_later == "model" and step.index > 0
-        return self.train.calibrate and frozen and bool(self.feed.test_images)
+        return self.train.calibrate and frozen and bool(self.loaders.test_images)
 
     def _judge(self, step: Step) -> Judged:
-        images, config = len(self.feed.test_images), self.evaluator.config
-        batches = self.feed.testing(step, range(images), config.batch_size if config.size else 1)
+        images, config = len(self.loaders.test_images), self.evaluator.config
+        batches = self.loaders.testing(step, range(images), config.batch_size if config.size else 1)
         return judge(self.model, self.method, with_progress(batches, "calibrating", images), self.runtime)
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
@@ -338,7 +338,7 @@ class Trainer:
 
         what = f"step {step.index}/{len(self.protocol.steps) - 1}"
         with show_progress(what, total, progress.iteration) as advance, _interruptible() as stop:
-            for inputs, labels, _ in self.feed.training(step, order):
+            for inputs, labels, _ in self.loaders.training(step, order):
                 iteration = progress.iteration
                 for group in optimizer.param_groups:
                     group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
@@ -423,26 +423,26 @@ class Trainer:
         return Batch(self.runtime.move(inputs), labels, counts if alone else self.runtime.mean(counts))
 
     def _inputs(self, images: Sequence[Image.Image]) -> Inputs:
-        """Photographs from elsewhere, as the feed would give them."""
+        """Photographs from elsewhere, as the loaders give them."""
 
         def encode(pixels: Tensor) -> Inputs:
             return self.model.features(pixels.to(self.runtime.device))
 
-        return self.runtime.move(self.feed.inputs(images, encode))
+        return self.runtime.move(self.loaders.inputs(images, encode))
 
     def _order(self, step: Step, epochs: int, first: int) -> EpochOrder:
         size, world, parts = self.train.batch_size, self.runtime.world, self.train.accumulate or 1
         if size < world * parts:
             asked = f"{world} processes" + (f" of {parts} micro-batches each" if parts > 1 else "")
             raise UserError(f"train.batch_size is {size}, less than the {asked}; raise it, or ask for fewer")
-        images = len(self.feed.train_images[step.index])
+        images = len(self.loaders.train_images[step.index])
         return EpochOrder(images, size, epochs, (self.seed, step.index), first, self.runtime.rank, world)
 
     def _plain_batches(self, step: Step, positions: Sequence[int] | None = None) -> Iterator[Batch]:
         """The step's training images as the test would show them; all of them to every process, so that what a
         method makes of them is the same in each. With `positions`, those that it asks for."""
-        images = len(self.feed.train_images[step.index] if positions is None else positions)
-        loaded = self.feed.plain(step, self.evaluator.config.batch_size, positions)
+        images = len(self.loaders.train_images[step.index] if positions is None else positions)
+        loaded = self.loaders.plain(step, self.evaluator.config.batch_size, positions)
         for inputs, labels, _ in with_progress(loaded, f"looking at step {step.index}", images):
             yield self._to_batch(inputs, labels, alone=True)
 
