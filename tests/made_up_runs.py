@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.files import write_array, write_json
 from incseg.protocol import RULES
 from incseg.types import UserError

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
+import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,17 @@ from rich.console import Console
 from torch import Tensor
 
 from incseg.cli import main
+from incseg.config import DataConfig, RunConfig
 from incseg.engine.evaluator import EvalConfig
-from incseg.engine.progress import Screen
+from incseg.engine.progress import Screen, Task, showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import DataConfig, RunConfig, evaluate
 from incseg.files import read_tensors
 from incseg.methods.base import Method
 from incseg.methods.finetune import Finetune
 from incseg.models.segmenter import ModelConfig
 from incseg.protocol import Step
+from incseg.run import evaluate
 from incseg.types import Batch, Increment, Output, Prediction
 
 PYTHON_PATH = os.pathsep.join(filter(None, sys.path))
@@ -100,8 +104,12 @@ def _one_of_two(rank: int, meeting: str, *files: str) -> None:
             sys.exit(code)
 
 
-def quiet() -> Screen:
-    return Screen(Console(file=io.StringIO()))
+@contextlib.contextmanager
+def listening() -> Iterator[io.StringIO]:
+    """What a screen shows of what is done inside."""
+    shown = io.StringIO()
+    with showing(Screen(Console(file=shown, width=2000))):
+        yield shown
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -111,7 +119,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def evaluated_again(folder: Path, step: int | None = None) -> dict[str, Any]:
     """The row that evaluating a saved step gives, with what only training knows added."""
-    row = evaluate(folder, step, screen=quiet)
+    row = evaluate(folder, step)
     trained = rows_of(folder)[row["index"]]
     return {**row, **{key: trained[key] for key in ("losses", "gradient", "reused_from")}}
 
@@ -135,28 +143,28 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 class Interrupting(Screen):
-    """Ctrl-C the moment that something has been told `after` times."""
+    """Ctrl-C the moment that something has been shown `after` times: `with showing(Interrupting("step 0/2", 3))`."""
 
     def __init__(self, what: str, after: int = 1) -> None:
         super().__init__(Console(file=io.StringIO()))
         self._awaited, self._left = what, after
 
-    def _told(self, what: str) -> None:
+    def _shown(self, what: str) -> None:
         if what == self._awaited or self._awaited == "anything":
             self._left -= 1
             if self._left == 0:
                 raise KeyboardInterrupt
 
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._now = what
-        super().begin(what, total, done)
-        self._told(f"begin {what}")
+    def begin(self, what: str, total: int, done: int = 0) -> Task:
+        self._shown(f"begin {what}")
+        return super().begin(what, total, done)
 
-    def advance(self, amount: int = 1, detail: str = "") -> None:
-        self._told(self._now)
+    def advance(self, task: Task, amount: int = 1, detail: str = "") -> None:
+        self._shown(task.what)
 
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any, class_images: Any = None) -> None:
-        self._told(f"row {len(rows) - 1}")
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "table", None) is not None:  # "step 0: Base …"
+            self._shown(f"row {record.getMessage().split()[1].rstrip(':')}")
 
 
 class _Wrapped(Method):

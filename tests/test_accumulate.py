@@ -15,19 +15,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, quiet, rows_of, small_config
+from small_runs import PYTHON_PATH, rows_of, small_config
 from torch import Tensor, nn
 
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.engine.trainer import TrainConfig, Trainer
-from incseg.experiment import train
 from incseg.files import read_tensors, write_tensors
 from incseg.methods import METHODS, build_method
 from incseg.methods.base import StepContext
 from incseg.models.norms import FrozenBatchNorm2d
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
+from incseg.run import train
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, UserError
 
 CASES: dict[str, dict[str, Any]] = {name: {"name": name} for name in METHODS} | {
@@ -163,7 +163,7 @@ def test_a_whole_run_by_micro_batches(tmp_path: Path) -> None:
     """From the flag to the row: three steps, and a replayed batch, whose size the flag does not change."""
     for name, parts in (("whole", None), ("parts", 3)):
         settings = {"epochs": 1, "accumulate": parts}
-        train(small_config(tmp_path / name, model={"norm": "frozen-group"}, train=settings), quiet)
+        train(small_config(tmp_path / name, model={"norm": "frozen-group"}, train=settings))
     for one, other in zip(rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts"), strict=True):
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-4)
         assert other["train_images"] == one["train_images"]
@@ -203,6 +203,6 @@ def test_parts_hold_every_image_once_and_share_the_counts() -> None:
 
 def test_more_micro_batches_than_images(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.batch_size is 8, less than the 1 processes of 9 micro-batches each"):
-        train(small_config(tmp_path / "run", train={"accumulate": 9}), quiet)
+        train(small_config(tmp_path / "run", train={"accumulate": 9}))
     with pytest.raises(UserError, match=r"train\.accumulate is 0; it must be at least 1"):
         TrainConfig(accumulate=0)

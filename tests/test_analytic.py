@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from small_runs import evaluated_again, quiet, rows_of, small_config
+from small_runs import evaluated_again, rows_of, small_config
 
 from incseg.cli.main import main
-from incseg.engine.start import Start
-from incseg.experiment import RunConfig, train
+from incseg.config import RunConfig
+from incseg.engine.warm_start import WarmStart
 from incseg.export import with_onnx
 from incseg.files import load_tensors, write_tensors
 from incseg.inference import load
@@ -25,6 +25,7 @@ from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
+from incseg.run import train
 from incseg.types import Batch, DatasetInfo, Increment, UserError
 
 CONFIG = ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 2, 3), freeze_backbone=True)
@@ -338,7 +339,7 @@ def test_learning_a_class_further_is_learning_it_from_all_images(tmp_path: Path)
     method.solve(both)
     method.solve(first)
     save_segmenter(tmp_path / "model.safetensors", first.model, {"method": {"name": "analytic"}})
-    start = Start.open(str(tmp_path / "model.safetensors"), method, "analytic")
+    start = WarmStart.open(str(tmp_path / "model.safetensors"), method, "analytic")
     assert start.learn_further("c", method.config.ridge) == ["c"]
     assert start.classes == ("a", "b")
     save_segmenter(tmp_path / "waiting.safetensors", start.model, {"method": {"name": "analytic"}})
@@ -362,7 +363,7 @@ def config_of(folder: Path, **method: Any) -> RunConfig:
 
 def test_a_run_shares_its_base_with_evidential_and_predicts(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
-    train(config, quiet)
+    train(config)
     rows = rows_of(config.folder)
     assert [row["losses"] == {} for row in rows] == [False, True, True]
     assert evaluated_again(config.folder) == rows[-1]
@@ -376,7 +377,7 @@ def test_a_run_shares_its_base_with_evidential_and_predicts(tmp_path: Path) -> N
 
 def test_a_solved_base_needs_no_training(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", base="solved")
-    train(config, quiet)
+    train(config)
     rows = rows_of(config.folder)
     assert all(row["losses"] == {} for row in rows)
     assert len(rows[-1]["iou"]) == 11
@@ -387,7 +388,7 @@ def test_an_exported_model_says_the_same(sgd_share: float, tmp_path: Path) -> No
     pytest.importorskip("onnx", reason="needs pip install 'incseg[onnx]'")
     pytest.importorskip("onnxruntime", reason="needs pip install 'incseg[onnx]'")
     config = config_of(tmp_path / "run", sgd_share=sgd_share)
-    train(config, quiet)
+    train(config)
     predictor = load(config.folder)
     exported = with_onnx(predictor, 1)
     picture = np.random.default_rng(0).integers(0, 255, (70, 90, 3), dtype=np.uint8)

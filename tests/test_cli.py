@@ -15,17 +15,18 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from small_runs import quiet, rows_of, small_config, write_config
+from small_runs import rows_of, small_config, write_config
 
 from incseg.cli import main
 from incseg.cli.main import COMMANDS
 from incseg.cli.settings import parse_run
+from incseg.config import RunConfig
 from incseg.data import SOURCES
-from incseg.experiment import RunConfig, train
 from incseg.methods import METHODS
 from incseg.models.backbones import BACKBONES
 from incseg.presets import DEFAULT_PRESET, PRESETS
 from incseg.protocol import RULES, SETTINGS, TASKS
+from incseg.run import train
 from incseg.types import UserError
 
 
@@ -43,7 +44,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small_config(tmp_path_factory.mktemp("runs") / "run", train={"epochs": 1})
-    train(config, quiet)
+    train(config)
     return config.folder
 
 

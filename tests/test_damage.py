@@ -13,13 +13,15 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_runs import Interrupting, assert_same_run, quiet, small_config
+from small_runs import Interrupting, assert_same_run, small_config
 
+from incseg.config import load_run_config
+from incseg.engine.progress import Task, showing
 from incseg.engine.rundir import RunDir, read_config
-from incseg.experiment import evaluate, load_run_config, train
 from incseg.files import read_record, read_tensors, write_record, write_tensors
 from incseg.inference import load
 from incseg.losses.pixelwise import row_strips
+from incseg.run import evaluate, train
 from incseg.types import UserError
 
 
@@ -27,7 +29,7 @@ from incseg.types import UserError
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Read only."""
     config = small_config(tmp_path_factory.mktemp("runs") / "run", task="8-2", train={"epochs": 1})
-    train(config, quiet)
+    train(config)
     return config.folder
 
 
@@ -78,11 +80,11 @@ def test_a_damaged_model_of_a_run_is_named_and_learnt_again_as_told(finished: Pa
     shutil.rmtree(copied / "steps/1")
     turn_bit(run.model(0), -5)
     with pytest.raises(UserError, match=rf"{run.model(0)}.*delete it and the row\.json beside it") as refused:
-        train(config, quiet)
+        train(config)
     assert "\n" not in str(refused.value)
     run.model(0).unlink()
     run.row(0).unlink()
-    train(config, quiet)
+    train(config)
     assert_same_run(finished, copied)
 
 
@@ -96,10 +98,10 @@ class Vanishing(Interrupting):
         super().__init__("nothing")
         self._gone = gone
 
-    def begin(self, what: str, total: int, done: int = 0) -> None:
+    def begin(self, what: str, total: int, done: int = 0) -> Task:
         if what == "step 1/2":
             shutil.rmtree(self._gone)
-        super().begin(what, total, done)
+        return super().begin(what, total, done)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +109,10 @@ class Vanishing(Interrupting):
 )
 def test_a_folder_that_vanishes_ends_the_run_with_a_line(tmp_path: Path, gone: str, said: str) -> None:
     config = small_config(tmp_path / "run", train={"epochs": 1, "checkpoint_seconds": 0.0})
-    with pytest.raises(UserError, match=said):
-        train(config, lambda: Vanishing(config.folder / gone))
+    with pytest.raises(UserError, match=said), showing(Vanishing(config.folder / gone)):
+        train(config)
     assert not RunDir(config.folder).results.exists()
-    train(config, quiet)
+    train(config)
     assert RunDir(config.folder).steps_done() == [0, 1, 2]
 
 
@@ -171,7 +173,7 @@ def test_a_model_is_not_tested_by_another_task(copied: Path, task: str) -> None:
     file = RunDir(copied).config
     file.write_text(file.read_text().replace("task: 8-2", f"task: {task}"))
     with pytest.raises(UserError, match=rf"knows 10 classes, which is not step 1 of task '{task}'"):
-        evaluate(copied, screen=quiet)
+        evaluate(copied)
 
 
 # --- models --------------------------------------------------------------------------------------------------

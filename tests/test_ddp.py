@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import PYTHON_PATH, evaluated_again, rows_of, small_config, write_config
 
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.experiment import train
 from incseg.files import read_tensors
+from incseg.run import train
 from incseg.types import UserError
 
 
@@ -25,7 +25,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         small_config(tmp_path / name, model={"norm": "group"}, data={"val_size": 7}, train={"epochs": 1})
         for name in ("alone", "both")
     )
-    train(alone, quiet)
+    train(alone)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "-m", "incseg", "train", "--config", write_config(both, tmp_path / "both.yaml")],
@@ -88,7 +88,7 @@ def test_fewer_images_in_a_batch_than_processes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Runtime, "main_first", lambda self, make: make())
     monkeypatch.setattr(Runtime, "wrap", lambda self, model: model)
     with pytest.raises(UserError, match=r"train\.batch_size is 1, less than the 2 processes"):
-        train(config, quiet)
+        train(config)
 
 
 def _second_of_two(self: Runtime, *settings: object) -> None:

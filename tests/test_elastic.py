@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, _Wrapped, assert_same_run, evaluated_again, quiet, rows_of, small_config
+from small_runs import PYTHON_PATH, _Wrapped, assert_same_run, evaluated_again, rows_of, small_config
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
+from incseg.run import train
 
 BATCH = 8  # of which three processes get 3, 3 and 2 images
 TEST_IMAGES = 7
@@ -54,7 +54,7 @@ def learn(out: str) -> None:
     torch.set_num_threads(1)
     settings = {"batch_size": BATCH, "epochs": 1, "epochs_later": 4, "checkpoint_seconds": 0.0}
     data = {"train_size": 16, "val_size": TEST_IMAGES}
-    train(small_config(Path(out), task="6-4", method={"name": "test_elastic:Mortal"}, train=settings, data=data), quiet)
+    train(small_config(Path(out), task="6-4", method={"name": "test_elastic:Mortal"}, train=settings, data=data))
 
 
 def agent(nodes: int, processes: int, out: str, port: int) -> None:

@@ -27,7 +27,7 @@ from small_runs import (
     Interrupting,
     assert_same_run,
     evaluated_again,
-    quiet,
+    listening,
     rows_of,
     small_config,
     write_config,
@@ -36,24 +36,25 @@ from small_runs import (
 import incseg.engine.trainer as trainer_module
 import incseg.files as files_module
 from incseg.cli import main
+from incseg.config import RunConfig, load_run_config, open_run
 from incseg.data.views import EpochOrder
 from incseg.engine.checkpoint import Progress
 from incseg.engine.evaluator import EvalConfig
-from incseg.engine.progress import Screen
+from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import RunConfig, evaluate, load_run_config, train
 from incseg.files import read_tensors
 from incseg.metrics.continual import FIGURES
 from incseg.models.files import load_segmenter
+from incseg.run import evaluate, train
 from incseg.types import UserError
 
 HeldProcess = tuple[list[str], Path, subprocess.Popen[str]]
 
 
-def run(config: RunConfig, screen: Callable[[], Screen] = quiet) -> Path:
-    train(config, screen)
+def run(config: RunConfig) -> Path:
+    train(config)
     return config.folder
 
 
@@ -106,8 +107,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     finished: Path, tmp_path: Path, moment: str, after: int, checkpoint_seconds: float
 ) -> None:
     config = small_config(tmp_path / "run", train={"checkpoint_seconds": checkpoint_seconds})
-    with pytest.raises(KeyboardInterrupt):
-        run(config, lambda: Interrupting(moment, after))
+    with pytest.raises(KeyboardInterrupt), showing(Interrupting(moment, after)):
+        run(config)
     assert_same_run(finished, run(config))
 
 
@@ -118,7 +119,8 @@ def test_a_run_may_be_interrupted_again_and_again(finished_held: Path, tmp_path:
     interruptions = 0
     while True:
         try:
-            run(config, lambda: Interrupting("anything", 6))
+            with showing(Interrupting("anything", 6)):
+                run(config)
             break
         except KeyboardInterrupt:
             interruptions += 1
@@ -237,10 +239,10 @@ def test_a_finished_run_stays_as_it_is(finished_held: Path, tmp_path: Path) -> N
         train={"workers": 1, "checkpoint_seconds": 3.0},
         eval={"workers": 1},
     )
-    screen = quiet()
-    assert train(changed, lambda: screen)["final"] == json.loads(before)["final"]
+    with listening() as shown:
+        assert train(changed)["final"] == json.loads(before)["final"]
     assert RunDir(finished_held).results.read_bytes() == before
-    assert "is finished; nothing is left to learn" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "is finished; nothing is left to learn" in shown.getvalue()
 
 
 # --- evaluation again ----------------------------------------------------------------------------------------
@@ -253,36 +255,36 @@ def test_evaluation_after_reload_gives_the_row_of_training(finished: Path, step:
 
 def test_the_batch_size_of_the_test_changes_nothing(finished: Path) -> None:
     row = rows_of(finished)[-1]
-    again = evaluate(finished, overrides={"eval": EvalConfig(size=48, batch_size=8, workers=2)}, screen=quiet)
+    again = evaluate(finished, overrides={"eval": EvalConfig(size=48, batch_size=8, workers=2)})
     assert again["iou"] == row["iou"]
 
 
 def test_other_inference_options_change_the_figures_and_nothing_on_disk(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     row = rows_of(finished)[-1]
-    eager = evaluate(finished, None, {"decision": "hierarchical", "threshold": 0.999}, screen=quiet)
+    eager = evaluate(finished, None, {"decision": "hierarchical", "threshold": 0.999})
     assert eager["iou"] != row["iou"]
-    balanced = evaluate(finished, 1, {"balancing": "none"}, screen=quiet)
+    balanced = evaluate(finished, 1, {"balancing": "none"})
     assert balanced["unseen"] != rows_of(finished)[1]["unseen"]
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
 def test_a_method_predicts_by_the_state_it_was_saved_with(tmp_path: Path) -> None:
     folder = run(small_config(tmp_path / "run", method={"name": "small_runs:Remembering"}, train={"epochs": 1}))
-    assert evaluate(folder, screen=quiet)["iou"] == rows_of(folder)[-1]["iou"]
-    assert evaluate(folder, 0, screen=quiet)["iou"] == rows_of(folder)[0]["iou"]
+    assert evaluate(folder)["iou"] == rows_of(folder)[-1]["iou"]
+    assert evaluate(folder, 0)["iou"] == rows_of(folder)[0]["iou"]
 
 
 def test_what_cannot_be_evaluated_is_refused(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no step 7; its finished steps are 0 to 2"):
-        evaluate(finished, 7, screen=quiet)
+        evaluate(finished, 7)
     with pytest.raises(UserError, match=r"is no run folder: it has no config\.yaml"):
-        evaluate(tmp_path, screen=quiet)
+        evaluate(tmp_path)
     with pytest.raises(UserError, match=r"method 'evidential': .*unexpected keyword argument 'blancing'"):
-        evaluate(finished, None, {"blancing": "odds"}, screen=quiet)
+        evaluate(finished, None, {"blancing": "odds"})
     (tmp_path / "config.yaml").write_text(RunDir(finished).config.read_text())
     with pytest.raises(UserError, match="no finished step yet"):
-        evaluate(tmp_path, screen=quiet)
+        evaluate(tmp_path)
 
 
 # --- failures ------------------------------------------------------------------------------------------------
@@ -301,7 +303,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(
     about = json.loads(metadata["checkpoint"])
     assert (about["step"], about["progress"]["iteration"]) == (1, 2)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
-    assert evaluate(config.folder, screen=quiet)["index"] == 0
+    assert evaluate(config.folder)["index"] == 0
     with pytest.raises(UserError, match="step 1, iteration 2"):  # goes on from there, to the same end
         run(config)
 
@@ -309,7 +311,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(
 def test_a_run_folder_belongs_to_its_settings(finished: Path) -> None:
     with pytest.raises(UserError, match=r"other settings \(seed was 3, now 5\); choose another --out"):
         run(small_config(finished, seed=5))
-    with pytest.raises(UserError, match=r"method\.lambda_kd was None, now 1\.0, train\.lr was 0\.1, now 0\.2"):
+    with pytest.raises(UserError, match=r"method\.lambda_kd was 10\.0, now 1\.0, train\.lr was 0\.1, now 0\.2"):
         run(small_config(finished, method={"name": "evidential", "lambda_kd": 1.0}, train={"lr": 0.2}))
 
 
@@ -333,12 +335,12 @@ def test_a_run_from_random_weights_says_so_once(tmp_path: Path) -> None:
 def test_a_run_folder_serves_one_process_at_a_time(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
     first = RunDir(config.folder)
-    first.open(config.as_dict())
+    open_run(first, config)
     with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on "):
         run(config)
     first.close()
     second = RunDir(config.folder)
-    second.open(config.as_dict())
+    open_run(second, config)
     second.close()
 
 
@@ -353,13 +355,13 @@ def test_a_damaged_checkpoint_is_named_and_the_step_begins_again(
     finished: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     config = small_config(tmp_path / "run", train={"checkpoint_seconds": 0.0})
-    with pytest.raises(KeyboardInterrupt):
-        run(config, lambda: Interrupting("step 0/2", 3))
+    with pytest.raises(KeyboardInterrupt), showing(Interrupting("step 0/2", 3)):
+        run(config)
     checkpoint = RunDir(config.folder).checkpoint
     checkpoint.write_bytes(damage(checkpoint.read_bytes()))
-    screen = quiet()
-    run(config, lambda: screen)
-    assert re.search(r"checkpoint\.safetensors is damaged \(.*\); step 0 begins again", screen.console.file.getvalue())  # type: ignore[attr-defined]
+    with listening() as shown:
+        run(config)
+    assert re.search(r"checkpoint\.safetensors is damaged \(.*\); step 0 begins again", shown.getvalue())
     assert_same_run(finished, config.folder)
 
 
@@ -599,13 +601,13 @@ def test_figures_have_their_names() -> None:
 def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Settings that came later count as what the run did without them, and as nothing else."""
     config = small_config(tmp_path / "run", train={"epochs": 1})
-    train(config, quiet)
+    train(config)
     saved = yaml.safe_load(RunDir(config.folder).config.read_text())
     for group, names in (("data", ("fit", "empty")), ("train", ("own_head", "calibrate"))):
         for name in names:
             del saved[group][name]
     RunDir(config.folder).config.write_text(yaml.safe_dump(saved))
-    train(config, quiet)
+    train(config)
     other = small_config(tmp_path / "run", train={"epochs": 1}, data={"fit": "whole"})
     with pytest.raises(UserError, match=r"data\.fit was 'crop', now 'whole'"):
-        train(other, quiet)
+        train(other)

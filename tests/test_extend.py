@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import shutil
 from pathlib import Path
@@ -13,21 +12,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
-from small_runs import Interrupting, assert_same_run, evaluated_again, quiet, rows_of, small_config
+from small_runs import Interrupting, assert_same_run, evaluated_again, listening, rows_of, small_config
 
 import incseg
 from incseg.cli import main
 from incseg.cli.extend import add_arguments, request
+from incseg.config import RunConfig
 from incseg.data.export import export
 from incseg.data.extended import Extended
 from incseg.data.folder import Folder
 from incseg.data.shapes import Shapes
 from incseg.engine.forgetting import MARGIN, compare_models
-from incseg.engine.progress import Screen, Silent
+from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.experiment import RunConfig, train
 from incseg.extension import AS_TRAINED, LADDER, Outcome, Plan, Try, choose, extend
 from incseg.files import cache_path, read_tensors, write_json
 from incseg.methods.finetune import Finetune
@@ -35,6 +33,7 @@ from incseg.metrics.forgetting import agreement, mean_new_iou
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import FINER, ModelConfig, Segmenter
 from incseg.report.extension import in_words
+from incseg.run import train
 from incseg.types import Increment, UserError
 
 OLD = ("triangle", "disc")  # not in the order of the dataset, whose ids they keep: 3 and 1
@@ -52,7 +51,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_run(mine: Path, out: Path, task: str, method: str, **changes: Any) -> Path:
     data = {"name": "folder", "root": str(mine)}
     config = small_config(out, task=task, method={"name": method}, data=data, **changes)
-    train(config, quiet)
+    train(config)
     return out
 
 
@@ -91,9 +90,9 @@ def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ri
 
 def extended(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> str:
     """Run the extension; returns what it said."""
-    heard = io.StringIO()
-    train(config_of(model, mine, out, classes, *flags), lambda: Screen(Console(file=heard, width=2000)))
-    return heard.getvalue()
+    with listening() as shown:
+        train(config_of(model, mine, out, classes, *flags))
+    return shown.getvalue()
 
 
 def without_ids(row: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.Cap
     assert "On 6 held-back photographs" in said
     assert "Inc" not in said
     assert f"{out}/steps/1/model.safetensors knows 4 classes: triangle, disc, star, ring" in said
-    report = json.loads(RunDir(out).changes.read_text())
+    report = json.loads(RunDir(out).forgetting.read_text())
     assert {one["recipe"] for one in report["tries"]} == {"closed-form", "gentle", "own-head"}
     assert (out / "tries" / report["recipe"] / "results.json").exists()
     shutil.rmtree(start)
@@ -195,15 +194,15 @@ def test_tries_go_on_where_they_were_interrupted(
         return Plan.read(request(args)).tries()
 
     for moment in ("step 1/1", "begin calibrating", "begin before and after"):
-        with pytest.raises(KeyboardInterrupt):
-            extend(tries(tmp_path / "a"), tmp_path / "a", lambda: Interrupting(moment))  # noqa: B023
+        with pytest.raises(KeyboardInterrupt), showing(Interrupting(moment)):
+            extend(tries(tmp_path / "a"), tmp_path / "a")
         assert not (tmp_path / "a" / "config.yaml").exists()
-    reports = [extend(tries(tmp_path / name), tmp_path / name, quiet) for name in "ab"]
+    reports = [extend(tries(tmp_path / name), tmp_path / name) for name in "ab"]
     assert reports[0]["new"] == reports[1]["new"]
     assert_same_run(tmp_path / "a", tmp_path / "b")
     trained = []
     monkeypatch.setattr("incseg.engine.trainer.Trainer._fit", lambda *args: trained.append(args))
-    again = extend(tries(tmp_path / "a"), tmp_path / "a", quiet)
+    again = extend(tries(tmp_path / "a"), tmp_path / "a")
     assert again == reports[0]
     assert not trained
 
@@ -231,7 +230,7 @@ def test_an_extension_can_be_extended_from_a_lone_file(first: Path, mine: Path, 
     assert (config.train.epochs, config.train.lr_later, config.train.crop) == (1, 0.01, 48)
     assert config.train.scale == [0.7, 1.0]
     assert config.eval.size == 48
-    train(config, quiet)
+    train(config)
     model = incseg.load(tmp_path / "again")
     assert [i.classes for i in model.increments] == [OLD, ("star",), ("ring", "cross")]
     assert [i.ids for i in model.increments] == [(3, 1), (4,), (5, 6)]
@@ -262,17 +261,17 @@ def test_interrupted_and_gone_on(first: Path, mine: Path, tmp_path: Path) -> Non
     date, and made again."""
     config, other = (config_of(first, mine, tmp_path / name, "star", "--train.epochs", "1") for name in "ab")
     for moment in ("row 0", "step 1/1", "begin before and after"):
-        with pytest.raises(KeyboardInterrupt):
-            train(config, lambda: Interrupting(moment))  # noqa: B023
+        with pytest.raises(KeyboardInterrupt), showing(Interrupting(moment)):
+            train(config)
     for one in (config, other):
-        train(one, quiet)
+        train(one)
     assert_same_run(config.folder, other.folder)
     run = RunDir(config.folder)
-    found = json.loads(run.changes.read_text())
-    assert found["classes"] == json.loads(RunDir(other.folder).changes.read_text())["classes"]
-    write_json(run.changes, {**found, "row_digest": "other", "pixels": -1})
-    train(config, quiet)
-    assert json.loads(run.changes.read_text()) == found
+    found = json.loads(run.forgetting.read_text())
+    assert found["classes"] == json.loads(RunDir(other.folder).forgetting.read_text())["classes"]
+    write_json(run.forgetting, {**found, "row_digest": "other", "pixels": -1})
+    train(config)
+    assert json.loads(run.forgetting.read_text()) == found
 
 
 def test_a_frozen_backbone_is_run_once_per_image(first: Path, mine: Path, tmp_path: Path) -> None:
@@ -308,7 +307,7 @@ def test_without_held_out_images_the_training_images_tell(first: Path, mine: Pat
     extended(first, root, tmp_path / "run", None, "--train.epochs", "1")
     assert len(incseg.load(tmp_path / "run").classes) == 11
     assert rows_of(tmp_path / "run")[1]["all"] is None
-    changes = json.loads(RunDir(tmp_path / "run").changes.read_text())
+    changes = json.loads(RunDir(tmp_path / "run").forgetting.read_text())
     assert changes["classes"]["disc"]["iou"] is not None
     assert not changes["held_out"]
     assert changes["images"] == rows_of(tmp_path / "run")[1]["train_images"]
@@ -322,7 +321,7 @@ def test_without_held_out_images_the_training_images_tell(first: Path, mine: Pat
         (" , ", (), "no class was named"),
         ("star", ("--method", "mib"), "needs a background output"),
         ("star", ("--method", "joint"), "learns all classes at once"),
-        ("star", ("--method", "dkd"), "dkd goes on with models of dkd"),
+        ("star", ("--method", "dkd"), "dkd extends only models of dkd"),
         ("star", ("--model.width", "8"), "model.width is 8.*has 16"),
         ("star", ("--train.epoch", "8"), "did you mean --train.epochs"),
         ("star", ("--step", "4"), "no finished step 4"),
@@ -330,7 +329,7 @@ def test_without_held_out_images_the_training_images_tell(first: Path, mine: Pat
 )
 def test_refusals(first: Path, mine: Path, tmp_path: Path, classes: str, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        train(config_of(first, mine, tmp_path / "run", classes, *flags), quiet)
+        train(config_of(first, mine, tmp_path / "run", classes, *flags))
     assert not (tmp_path / "run" / "steps").exists()
 
 
@@ -363,7 +362,7 @@ def test_a_class_without_images_is_refused(first: Path, mine: Path, tmp_path: Pa
     with (tmp_path / "mine" / "classes.txt").open("a") as file:
         file.write("unicorn\n")
     with pytest.raises(UserError, match="no training image shows the new class 'unicorn'"):
-        train(config_of(first, tmp_path / "mine", tmp_path / "run", "star,unicorn"), quiet)
+        train(config_of(first, tmp_path / "mine", tmp_path / "run", "star,unicorn"))
 
 
 def test_methods_from_outside_must_be_named(mine: Path, tmp_path: Path) -> None:
@@ -427,7 +426,7 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
 
     def compared(after: Segmenter) -> dict[str, Any]:
         models = [(before, Finetune()), (after, Finetune())]
-        return {"held_out": True, **compare_models(models, [batch], Runtime("cpu"), Silent())}
+        return {"held_out": True, **compare_models(models, [batch], Runtime("cpu"))}
 
     kept = compared(same)
     assert (kept["images"], kept["pixels"], kept["kept"]) == (1, 8 * rows, 8 * rows)
@@ -489,6 +488,6 @@ def test_a_softmax_model_keeps_to_its_own_recipe(
     start = first_run(mine, tmp_path / "start", "triangle,disc", "mib", train={"epochs": 1})
     flags = ["--root", str(mine), "--classes", "star", "--out", str(tmp_path / "more"), *QUICK]
     assert main(["extend", str(start), *flags]) == 0
-    assert json.loads(RunDir(tmp_path / "more").changes.read_text())["recipe"] == "as-trained"
+    assert json.loads(RunDir(tmp_path / "more").forgetting.read_text())["recipe"] == "as-trained"
     assert main(["extend", str(start), *flags, "--recipe", "gentle"]) == 2
     assert "--recipe gentle is not for models of mib" in capsys.readouterr().err

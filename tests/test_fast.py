@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import quiet, rows_of, small_config
+from small_runs import rows_of, small_config
 from torch import nn
 
 from incseg.cli.settings import parse_run
+from incseg.config import RunConfig
 from incseg.engine.rundir import RunDir
 from incseg.engine.trainer import Fast
-from incseg.experiment import RunConfig, train
 from incseg.files import read_tensors
+from incseg.run import train
 from incseg.types import UserError
 
 
@@ -42,10 +43,10 @@ def test_channels_last_and_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         small_config(tmp_path / name, task="8-2", train={"epochs": 1, "fast": chosen})
         for name, chosen in (("plain", None), ("fast", ways))
     )
-    train(plain, quiet)
+    train(plain)
     assert set(seen) == {(False, None)}
     seen.clear()
-    train(fast, quiet)
+    train(fast)
     assert set(seen) == {(True, True)}
     assert_alike(plain, fast)
 
@@ -64,9 +65,9 @@ def test_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small_config(tmp_path / name, setting="joint", data={"train_size": 8}, train={"epochs": 1, "fast": chosen})
         for name, chosen in (("plain", None), ("fast", ("compile",)))
     )
-    train(plain, quiet)
+    train(plain)
     assert compiled == []
-    train(fast, quiet)
+    train(fast)
     assert len(compiled) == 1
     assert_alike(plain, fast)
 

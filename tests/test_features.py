@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
@@ -21,28 +20,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from small_runs import assert_same_run, evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import assert_same_run, evaluated_again, listening, rows_of, small_config, write_config
 from torch import nn
 
 import incseg.data.features as features_module
 from incseg.cli import main
+from incseg.config import RunConfig
 from incseg.data.features import FeatureStore, StoredCache, StoreUnwritable, clear, stored_caches
-from incseg.data.feeds import FeatureFeed, Feed, PixelFeed, _ahead, thinned
+from incseg.data.loaders import FeatureLoaders, Loaders, PixelLoaders, _ahead, thinned
 from incseg.data.shapes import Shapes
 from incseg.data.source import Source
 from incseg.data.transforms import TestTransform
 from incseg.data.views import EpochOrder
 from incseg.engine.features import Wanted, feature_store, fill
-from incseg.engine.progress import Screen, Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
-from incseg.experiment import RunConfig, Setup, train
 from incseg.files import cache_path, read_tensors
 from incseg.methods import build_method
 from incseg.models.aspp import Neck, activate
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.run import Setup, train
 from incseg.types import Increment, UserError
 
 SIZE = 48
@@ -102,7 +100,7 @@ def shapes(**changes: Any) -> Source:
 
 def filled(root: Path, model: Segmenter, source: Source, images: Any = range(IMAGES)) -> FeatureStore:
     store = feature_store(root, model, source, "train", SIZE)
-    fill([Wanted(store, images, 0)], model, source, Runtime("cpu"), Silent())
+    fill([Wanted(store, images, 0)], model, source, Runtime("cpu"))
     return store
 
 
@@ -118,24 +116,24 @@ def cache_of(split: str) -> StoredCache:
 
 def spoken(config: RunConfig) -> str:
     """Run, and give back what was said."""
-    out = io.StringIO()
-    train(config, lambda: Screen(Console(file=out, width=200)))
-    return out.getvalue()
+    with listening() as shown:
+        train(config)
+    return shown.getvalue()
 
 
 # --- the same run --------------------------------------------------------------------------------------------
 
 
-def feeds(config: RunConfig) -> tuple[Setup, list[Feed]]:
-    """The feed of a configuration with the cache and without."""
+def both_loaders(config: RunConfig) -> tuple[Setup, list[Loaders]]:
+    """The loaders of a configuration with the cache and without."""
     method = build_method(config.method)
-    setup = Setup.of(config, method, Silent())
+    setup = Setup.of(config, method)
     seed_everything(config.seed)
     model = Segmenter(config.model, method.background_output).eval()
-    made: list[Feed] = []
+    made: list[Loaders] = []
     for cache in ("auto", "off"):
         config.data.cache = cache  # type: ignore[assignment]
-        made.append(setup.feed(config, model, Runtime("cpu"), Silent(), train=True))
+        made.append(setup.loaders(config, model, Runtime("cpu"), train=True))
     pixels = made[1].training
 
     def encoded(step: Any, keys: Any) -> Iterator[Any]:
@@ -153,12 +151,12 @@ def test_training_batches_are_those_of_pixels_to_half_precision(
     config = frozen_config(
         tmp_path / "run", model={"stages": stages}, train={"label_stride": label_stride, "flip": flip}
     )
-    setup, (kept, pixels) = feeds(config)
-    assert isinstance(kept, FeatureFeed)
-    assert isinstance(pixels, PixelFeed)
+    setup, (kept, pixels) = both_loaders(config)
+    assert isinstance(kept, FeatureLoaders)
+    assert isinstance(pixels, PixelLoaders)
     step = setup.protocol.steps[1]
     order = EpochOrder(len(kept.train_images[1]), 4, 2, (config.seed, 1))
-    mine, theirs = (list(feed.training(step, order)) for feed in (kept, pixels))
+    mine, theirs = (list(loaders.training(step, order)) for loaders in (kept, pixels))
     assert len(mine) == len(theirs) == len(order) > 2
     for (features, labels, indices), (expected, their_labels, their_indices) in zip(mine, theirs, strict=True):
         assert indices == their_indices
@@ -172,10 +170,10 @@ def test_training_batches_are_those_of_pixels_to_half_precision(
 
 
 def test_test_batches_and_plain_ones_are_those_of_pixels(tmp_path: Path) -> None:
-    setup, (kept, pixels) = feeds(frozen_config(tmp_path / "run", train={"label_stride": 4}))
+    setup, (kept, pixels) = both_loaders(frozen_config(tmp_path / "run", train={"label_stride": 4}))
     step = setup.protocol.steps[0]
     for name, arguments in (("testing", ([5, 0, 3], 2)), ("plain", (5,))):
-        mine, theirs = (list(getattr(feed, name)(step, *arguments)) for feed in (kept, pixels))
+        mine, theirs = (list(getattr(loaders, name)(step, *arguments)) for loaders in (kept, pixels))
         assert [indices for _, _, indices in mine] == [indices for _, _, indices in theirs]
         for (features, labels, _), (images, their_labels, _) in zip(mine, theirs, strict=True):
             assert torch.equal(labels, their_labels)
@@ -186,7 +184,7 @@ def test_test_batches_and_plain_ones_are_those_of_pixels(tmp_path: Path) -> None
 @pytest.mark.parametrize("stages", [None, (1, 3)])
 def test_a_run_from_the_cache_ends_where_one_from_pixels_does(tmp_path: Path, stages: tuple[int, ...] | None) -> None:
     for name, cache in (("kept", "auto"), ("pixels", "off")):
-        train(frozen_config(tmp_path / name, data={"cache": cache}, model={"stages": stages}), quiet)
+        train(frozen_config(tmp_path / name, data={"cache": cache}, model={"stages": stages}))
     assert len(list(stored_caches(cache_path("features")))) == 2
     for step in (0, 1, 2):
         mine, theirs = (read_tensors(RunDir(tmp_path / name).model(step))[0] for name in ("kept", "pixels"))
@@ -200,7 +198,7 @@ def test_a_run_from_the_cache_ends_where_one_from_pixels_does(tmp_path: Path, st
 
 def test_evaluating_again_reads_the_cache_and_gives_the_row(tmp_path: Path, written: list[tuple[str, int]]) -> None:
     config = frozen_config(tmp_path / "run", model={"stages": (2, 3)})
-    train(config, quiet)
+    train(config)
     assert written == [("val", 0), *(("train", block) for block in range(4))]
     written.clear()
     trained = rows_of(config.folder)[-1]
@@ -278,7 +276,7 @@ def test_runs_of_other_seeds_tasks_and_methods_build_nothing(
 ) -> None:
     model, changes = {"weights": weights}, {"epochs": 1}
     first = frozen_config(tmp_path / "first", model=model, train=changes)
-    train(first, quiet)
+    train(first)
     assert len(written) == 5
     written.clear()
     for name, other in (
@@ -287,7 +285,7 @@ def test_runs_of_other_seeds_tasks_and_methods_build_nothing(
         ("method", {"method": {"name": "finetune"}, "rules": "mib"}),
         ("again", {}),
     ):
-        train(frozen_config(tmp_path / name, model=model, train=changes, **other), quiet)
+        train(frozen_config(tmp_path / name, model=model, train=changes, **other))
         assert written == [], name
     assert_same_run(first.folder, tmp_path / "again")
 
@@ -339,19 +337,19 @@ main(["train", "--config", {write_config(config, tmp_path / "settings.yaml")!r}]
     assert cache.images_done == 2 * SMALL_BLOCK
     [left] = cache.folder.glob(".block-00002.bin.*.tmp")
 
-    train(config, quiet)
+    train(config)
     assert written == [("train", 2), ("train", 3)]
     assert not left.exists()
     monkeypatch.setenv("INCSEG_CACHE", str(tmp_path / "undisturbed"))
     undisturbed = frozen_config(tmp_path / "undisturbed-run")
-    train(undisturbed, quiet)
+    train(undisturbed)
     assert contents(cache.folder) == contents(cache_path("features") / cache.folder.name) != {}
     assert_same_run(config.folder, undisturbed.folder)
 
 
 @pytest.mark.parametrize("damage", ["bit", "checksum", "truncated", "longer", "empty"])
 def test_a_damaged_block_is_made_again_and_named(tmp_path: Path, written: list[tuple[str, int]], damage: str) -> None:
-    model, source, out = frozen_model(), shapes(), io.StringIO()
+    model, source = frozen_model(), shapes()
     folder = filled(tmp_path, model, source).folder
     sound = contents(folder)
     broken, body = folder / "block-00002.bin", bytearray(sound["block-00002.bin"])
@@ -363,14 +361,15 @@ def test_a_damaged_block_is_made_again_and_named(tmp_path: Path, written: list[t
         store.read(16, False)
 
     written.clear()
-    fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"), Screen(Console(file=out, width=300)))
+    with listening() as out:
+        fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"))
     assert out.getvalue() == f"damaged in the feature cache and made again: {broken}\n"
     assert written == [("train", 2)]
     assert contents(folder) == sound
 
 
 def test_a_run_over_a_damaged_cache_equals_one_over_a_sound_one(tmp_path: Path) -> None:
-    train(frozen_config(tmp_path / "first"), quiet)
+    train(frozen_config(tmp_path / "first"))
     broken = cache_of("train").folder / "block-00002.bin"
     broken.write_bytes(broken.read_bytes()[::-1])
     assert spoken(frozen_config(tmp_path / "second")).count("made again: ") == 1
@@ -383,8 +382,9 @@ def test_several_damaged_blocks_are_one_line(tmp_path: Path, written: list[tuple
     for block in (0, 2, 3):
         (folder / f"block-{block:05d}.bin").write_bytes(b"xyz")
     written.clear()
-    out, store = io.StringIO(), feature_store(tmp_path, model, source, "train", SIZE)
-    fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"), Screen(Console(file=out, width=300)))
+    store = feature_store(tmp_path, model, source, "train", SIZE)
+    with listening() as out:
+        fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"))
     assert out.getvalue() == f"damaged in the feature cache and made again: {folder}/block-00000.bin and 2 more\n"
     assert [block for _, block in written] == [0, 2, 3]
 
@@ -400,11 +400,11 @@ def test_a_disk_too_small_for_both_splits_says_so_before_the_work(
     with pytest.raises(
         UserError, match=r"needs 0\.0 GB and .* has 0\.0 GB free; set INCSEG_CACHE .*--data.cache off"
     ) as said:
-        train(frozen_config(tmp_path / "run"), quiet)
+        train(frozen_config(tmp_path / "run"))
     assert "\n" not in str(said.value)
     monkeypatch.undo()
     monkeypatch.setattr(features_module.shutil, "disk_usage", lambda path: usage(0, 0, enough))
-    train(frozen_config(tmp_path / "run"), quiet)
+    train(frozen_config(tmp_path / "run"))
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path, monkeyp
     said = spoken(frozen_config(tmp_path / "run"))
     assert len(re.findall(r"the feature cache cannot be written \(.*Not a directory.*\); going on without", said)) == 1
     assert "damaged" not in said
-    train(frozen_config(tmp_path / "pixels", data={"cache": "off"}), quiet)
+    train(frozen_config(tmp_path / "pixels", data={"cache": "off"}))
     assert_same_run(tmp_path / "run", tmp_path / "pixels")
 
 
@@ -460,7 +460,7 @@ def test_a_faulty_image_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.
     store = feature_store(tmp_path, model, source, "train", SIZE)
     monkeypatch.setattr(source, "pair", broken)
     with pytest.raises(UserError, match=r"^image 3 is broken$"):
-        fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"), Silent())
+        fill([Wanted(store, range(IMAGES), 0)], model, source, Runtime("cpu"))
 
 
 # --- several at once -----------------------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def test_two_processes_fill_each_its_share(tmp_path: Path, monkeypatch: pytest.M
 
     def work(runtime: Runtime) -> FeatureStore:
         store = feature_store(tmp_path, model, source, "train", SIZE)
-        fill([Wanted(store, range(IMAGES), 0)], model, source, runtime, Silent())
+        fill([Wanted(store, range(IMAGES), 0)], model, source, runtime)
         return store
 
     stores = in_two(work)
@@ -550,7 +550,7 @@ def test_where_one_of_two_cannot_write_both_learn_of_it(
 
     def work(runtime: Runtime) -> None:
         store = feature_store(tmp_path, model, source, "train", SIZE)
-        fill([Wanted(store, range(IMAGES), 0)], model, source, runtime, Silent())
+        fill([Wanted(store, range(IMAGES), 0)], model, source, runtime)
 
     results = in_two(work)
     assert [type(result) for result in results] == [StoreUnwritable, StoreUnwritable]
@@ -561,13 +561,13 @@ def test_where_one_of_two_cannot_write_both_learn_of_it(
 def test_a_second_run_waits_for_the_one_that_builds_and_then_has_nothing_to_do(
     tmp_path: Path, written: list[tuple[str, int]]
 ) -> None:
-    model, source, out = frozen_model(), shapes(), io.StringIO()
+    model, source = frozen_model(), shapes()
     ready = filled(tmp_path / "elsewhere", model, source)
     written.clear()
     store = feature_store(tmp_path, model, source, "train", SIZE)
-    arguments = (model, source, Runtime("cpu"), Screen(Console(file=out, width=200)))
-    second = threading.Thread(target=fill, args=([Wanted(store, range(IMAGES), 0)], *arguments))
-    with store.building(lambda: pytest.fail("nobody else builds")):
+    wanted = [Wanted(store, range(IMAGES), 0)]
+    second = threading.Thread(target=fill, args=(wanted, model, source, Runtime("cpu")))
+    with listening() as out, store.building(lambda: pytest.fail("nobody else builds")):
         second.start()
         deadline = time.monotonic() + 20
         while "waiting" not in out.getvalue() and time.monotonic() < deadline:

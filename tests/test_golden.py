@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet, rows_of, small_config
+from small_runs import rows_of, small_config
 
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
 from incseg.files import read_tensors
 from incseg.methods import METHODS
+from incseg.run import train
 
 FILE = Path(__file__).with_name("golden.json")
 CASES: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def golden_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_tensors_are_those_written_down(case: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    train(small_config(tmp_path / "run", **CASES[case]), quiet)
+    train(small_config(tmp_path / "run", **CASES[case]))
     found = json.loads(json.dumps(golden_of(tmp_path / "run")))
     golden = json.loads(FILE.read_text()) if FILE.exists() else {"cases": {}}
     if request.config.getoption("--update-golden"):

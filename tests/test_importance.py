@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet, rows_of, small_config
+from small_runs import rows_of, small_config
 from torch import Tensor, nn
 
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
 from incseg.files import read_tensors
 from incseg.losses.importance import (
     PATH_DAMPING,
@@ -27,6 +26,7 @@ from incseg.losses.importance import (
     walk_step,
 )
 from incseg.methods.consolidation import Consolidation
+from incseg.run import train
 
 METHODS = ("ewc", "pi", "rw")
 
@@ -211,7 +211,7 @@ def run(tmp_path: Path) -> Callable[..., Path]:
     def start(name: str, **changes: Any) -> Path:
         # momentum 0.9 needs 2·weight·lr below 1.36
         changes["train"] = {"epochs": 1, "epochs_later": 3, "lr_later": 0.001, **changes.get("train", {})}
-        train(small_config(tmp_path / name, **changes), quiet)
+        train(small_config(tmp_path / name, **changes))
         return tmp_path / name
 
     return start

@@ -17,7 +17,7 @@ from made_up_runs import ROOT, write_run
 from PIL import Image
 
 from incseg.cli import main
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.engine.rundir import RunDir
 from incseg.files import write_array, write_record
 from incseg.inference import load

@@ -19,7 +19,6 @@ from small_runs import (
     Interrupting,
     assert_same_run,
     evaluated_again,
-    quiet,
     rows_of,
     small_config,
     train_in_two_processes,
@@ -28,14 +27,16 @@ from small_runs import (
 from torch import Tensor
 
 from incseg.cli import main
+from incseg.config import RunConfig
+from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.experiment import RunConfig, train
 from incseg.files import read_tensors
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method, StepContext
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol, Step
+from incseg.run import train
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output, Prediction, UserError
 
 OUTSIDE = "outside.tempered:Tempered"
@@ -362,7 +363,7 @@ def test_the_state_survives(scene: Scene) -> None:
 def test_a_whole_run(name: str, tmp_path: Path) -> None:
     """One class per step, to the end, and evaluated again to the same row."""
     config = small_config(tmp_path / "run", task="8-1", method={"name": name}, train={"epochs": 1})
-    train(config, quiet)
+    train(config)
     rows = rows_of(config.folder)
     assert [len(row["classes"]) for row in rows] == ([10] if find_method(name).single_step else [8, 1, 1])
     assert len(rows[-1]["iou"]) == 11
@@ -408,20 +409,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case: str, tmp_path: Path) ->
         about = checkpoint_of(parts)
         assert (about["step"], about["progress"]["iteration"]) == (step, 1)
     interrupt(parts, f"begin test {last}/{last}")
-    train(parts, quiet)
+    train(parts)
     assert_same_run(whole.folder, parts.folder)
 
 
 def whole_and_parts(folder: Path, case: dict[str, Any]) -> tuple[RunConfig, RunConfig]:
     """A finished run, and the same one before its beginning, with a checkpoint after every update."""
     whole = tiny_config(folder / "whole", case)
-    train(whole, quiet)
+    train(whole)
     return whole, tiny_config(folder / "parts", case, train={"checkpoint_seconds": 0.0})
 
 
 def interrupt(config: RunConfig, moment: str, after: int = 1) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(config, lambda: Interrupting(moment, after))
+    with pytest.raises(KeyboardInterrupt), showing(Interrupting(moment, after)):
+        train(config)
 
 
 def checkpoint_of(config: RunConfig) -> Any:
@@ -440,7 +441,7 @@ def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(METHODS[name], "losses", watched)
     config = tiny_config(tmp_path / "run", RUNS[name], precision="bfloat16")
-    train(config, quiet)
+    train(config)
     assert given == {torch.bfloat16}
     rows = rows_of(config.folder)
     assert len(rows) == (1 if METHODS[name].single_step else 2)
@@ -461,7 +462,7 @@ def test_float16_goes_on_with_the_scale_it_had(tmp_path: Path) -> None:
     assert rows_of(whole.folder)[1]["gradient"]["mean_norm"] > 0, "in the end an update did not overflow"
     interrupt(parts, "step 1/1", 4)
     assert checkpoint_of(parts)["scaler"]["scale"] < 2**16
-    train(parts, quiet)
+    train(parts)
     assert_same_run(whole.folder, parts.folder)
 
 
@@ -473,7 +474,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     )
     train_in_two_processes(*both.values())
     for config in alone.values():
-        train(config, quiet)
+        train(config)
     for config in both.values():
         assert json.loads(RunDir(config.folder).environment.read_text())["processes"] == 2
     assert {case: found for case in RUNS if (found := differences(alone[case].folder, both[case].folder))} == {}

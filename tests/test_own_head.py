@@ -12,13 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from small_runs import evaluated_again, quiet, rows_of, small_config, train_in_two_processes
+from small_runs import evaluated_again, rows_of, small_config, train_in_two_processes
 from torch import Tensor
 
-from incseg.engine.calibration import SHIFTS, best, calibrate
-from incseg.engine.progress import Silent
+from incseg.engine.calibration import SHIFTS, best, judge
 from incseg.engine.runtime import Runtime
-from incseg.experiment import train
 from incseg.export import to_onnx, with_onnx
 from incseg.inference import load
 from incseg.losses.closed_form import cross_entropy_with_gradient
@@ -26,6 +24,7 @@ from incseg.losses.evidential import evidential_cross_entropy, inverse_frequency
 from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import FINER, ModelConfig, Segmenter, shrunk
+from incseg.run import train
 from incseg.types import Increment, Output, UserError
 
 CONFIG = ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 2, 3), freeze_backbone=True)
@@ -194,7 +193,7 @@ def test_a_run_whose_steps_have_heads_of_their_own(tmp_path: Path, cache: str) -
     """Resumed and tested again it is the same; the steps before stay as they were, bit by bit."""
     frozen = {"freeze_backbone": True}
     config = small_config(tmp_path / "run", method=WEIGHED, train=OWN, model=frozen, data={"cache": cache})
-    train(config, quiet)
+    train(config)
     assert evaluated_again(tmp_path / "run") == rows_of(tmp_path / "run")[2]
     models = [load_segmenter(tmp_path / "run" / "steps" / str(step) / "model.safetensors")[0] for step in range(3)]
     assert [len(model.heads) for model in models] == [0, 1, 2]
@@ -208,7 +207,7 @@ def test_two_processes_learn_the_same_head(tmp_path: Path) -> None:
     one, two = (
         small_config(tmp_path / name, method=WEIGHED, train=OWN, model=frozen, task="8-2") for name in ("one", "two")
     )
-    train(one, quiet)
+    train(one)
     train_in_two_processes(two)
     for mine, theirs in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
         assert mine["all"] == pytest.approx(theirs["all"], abs=0.5)
@@ -216,7 +215,7 @@ def test_two_processes_learn_the_same_head(tmp_path: Path) -> None:
 
 def test_methods_that_share_a_background_cannot_leave_the_model_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot add classes to a model that stays as it is"):
-        train(small_config(tmp_path / "run", method={"name": "mib"}, train={"frozen_later": "model"}), quiet)
+        train(small_config(tmp_path / "run", method={"name": "mib"}, train={"frozen_later": "model"}))
     with pytest.raises(UserError, match=r"train\.own_head is for train\.frozen_later model"):
         small_config(tmp_path / "run", train={"own_head": True})
 
@@ -254,7 +253,8 @@ def test_new_classes_are_said_as_boldly_as_is_right(score: float, wanted: float)
     def batches() -> Iterator[tuple[Tensor, Tensor, list[int]]]:
         yield logits, labels, [0]
 
-    shift = calibrate(model, Evidential(), batches(), Runtime("cpu"), Silent())
+    shift = judge(model, Evidential(), batches(), Runtime("cpu")).shift
+    model.shift_newest(shift)
     assert shift in SHIFTS
     assert shift == wanted
     after = Evidential().predict(model(logits).logits, model.increments).labels  # type: ignore[attr-defined]

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet, small_config
+from small_runs import small_config
 from torch import Tensor
 
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
 from incseg.files import read_tensors
 from incseg.losses.background import background_cross_entropy_sum
 from incseg.losses.prototypes import (
@@ -31,6 +30,7 @@ from incseg.methods.base import StepContext
 from incseg.methods.sdr import SDR
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
+from incseg.run import train
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output
 
 NUM_LABELS = 4  # background and three classes; the third is in no position
@@ -279,7 +279,7 @@ def test_on_top_of_mib_the_output_losses_are_its_two() -> None:
 
 
 def test_a_run_keeps_old_prototypes_and_makes_new_ones(tmp_path: Path) -> None:
-    train(small_config(tmp_path / "run", task="6-4", method={"name": "sdr"}, train={"epochs": 1}), quiet)
+    train(small_config(tmp_path / "run", task="6-4", method={"name": "sdr"}, train={"epochs": 1}))
     before, after = (read_tensors(RunDir(tmp_path / "run").state(step))[0] for step in range(2))
     assert torch.equal(after["prototypes"][:7], before["prototypes"])
     assert (after["seen"][1:] > 0).all()

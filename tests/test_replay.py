@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import re
 import shutil
 import sys
@@ -17,16 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from rich.console import Console
-from small_runs import evaluated_again, quiet, rows_of, small_config, write_config
+from small_runs import evaluated_again, listening, rows_of, small_config, write_config
 from torch import Tensor
 
 from incseg.cli import main
 from incseg.data.shapes import Shapes
 from incseg.data.unlabelled import Generator, ImageFolders
-from incseg.engine.progress import Screen
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
 from incseg.files import read_tensors
 from incseg.losses.labels import painted, shifted
 from incseg.methods import build_method
@@ -37,6 +33,7 @@ from incseg.methods.recall import Recall, build_helper, decoder_tensors, fit_hel
 from incseg.methods.replay import Replay, Scores, open_replay
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol, Step
+from incseg.run import train
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Inputs, Output, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -487,20 +484,13 @@ def tensors_of(folder: Path, step: int) -> dict[str, Tensor]:
     return read_tensors(RunDir(folder).model(step))[0]
 
 
-class Listening(Screen):
-    """What was said."""
-
-    def __init__(self) -> None:
-        self.shown = io.StringIO()
-        super().__init__(Console(file=self.shown, width=200))
-
-
 @pytest.mark.parametrize("name", ["recall", "evidential"])
 def test_a_run_with_replay(name: str, web: str, tmp_path: Path) -> None:
-    config, screen = config_of(tmp_path / "run", name, web), Listening()
-    train(config, lambda: screen)
-    assert "replay: 12 images of 6 old classes, 0 MB in memory" in screen.shown.getvalue()
-    assert "replay: 16 images of 8 old classes" in screen.shown.getvalue()
+    config = config_of(tmp_path / "run", name, web)
+    with listening() as shown:
+        train(config)
+    assert "replay: 12 images of 6 old classes, 0 MB in memory" in shown.getvalue()
+    assert "replay: 16 images of 8 old classes" in shown.getvalue()
     assert evaluated_again(config.folder) == rows_of(config.folder)[-1]
     base, last = tensors_of(config.folder, 0), tensors_of(config.folder, 2)
     frozen = [torch.equal(base[key], tensor) for key, tensor in last.items() if key.startswith("backbone.")]
@@ -513,10 +503,10 @@ def test_replay_matters(web: str, tmp_path: Path) -> None:
     for name in ("recall", "evidential"):
         for source in (web, None):
             config = config_of(tmp_path / f"{name}{source is None}", name, web, options={"replay": source})
-            screen = Listening()
-            train(config, lambda screen=screen: screen)
+            with listening() as shown:
+                train(config)
             losses.append(rows_of(config.folder)[-1]["losses"])
-            told = "recall has nothing to replay: in-painting only" in screen.shown.getvalue()
+            told = "recall has nothing to replay: in-painting only" in shown.getvalue()
             assert told == (name == "recall" and source is None)
     assert losses[0] != losses[1]
     assert losses[2] != losses[3]
@@ -524,7 +514,7 @@ def test_replay_matters(web: str, tmp_path: Path) -> None:
 
 def test_a_base_is_shared_and_the_photographs_are_part_of_the_recipe(web: str, tmp_path: Path) -> None:
     def reused(out: str, method: dict[str, Any]) -> list[bool]:
-        train(small_config(tmp_path / out, method=method, reuse=True), quiet)
+        train(small_config(tmp_path / out, method=method, reuse=True))
         return [row["reused_from"] is not None for row in RunDir(tmp_path / out).rows()]
 
     copy = shutil.copytree(web, tmp_path / "copy")
@@ -549,9 +539,9 @@ def test_kept_features_and_pixels_replay_alike(name: str, web: str, tmp_path: Pa
             train={"scale": None, "epochs": 1}, data={"cache": cache},
             options={"pod": 0.01} if name == "evidential" else {},
         )  # fmt: skip
-        screen = Listening()
-        train(config, lambda screen=screen: screen)
-        assert ("replay: 16 images of 8 old classes, 0 MB" in screen.shown.getvalue()) == (cache == "off")
+        with listening() as shown:
+            train(config)
+        assert ("replay: 16 images of 8 old classes, 0 MB" in shown.getvalue()) == (cache == "off")
         rows.append([row["losses"] for row in rows_of(config.folder)])
     for kept, pixels in zip(*rows, strict=True):
         assert kept == pytest.approx(pixels, rel=0.02)
@@ -561,7 +551,7 @@ def test_a_run_with_a_generator(generators: None, tmp_path: Path) -> None:
     config = config_of(
         tmp_path / "run", "recall", "", options={"replay": None, "generator": "made:paint"}, train={"epochs": 1}
     )
-    train(config, quiet)
+    train(config)
     assert len(rows_of(config.folder)) == 3
 
 

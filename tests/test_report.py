@@ -16,11 +16,10 @@ import torch
 import yaml
 from made_up_runs import change_json, write_run
 from PIL import Image
-from small_runs import quiet, small_config
+from small_runs import small_config
 
 from incseg.cli import main
-from incseg.cli.settings import usual_settings
-from incseg.experiment import train
+from incseg.config import usual_settings
 from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
 from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
@@ -28,6 +27,7 @@ from incseg.report.figures import Reliability, Unknown, against_increments, clas
 from incseg.report.records import read_runs
 from incseg.report.sections import MOST_LINES, Ladder, Section, ladders_of, sections_of, step_name
 from incseg.report.style import INK, Drawn, keep, line_style
+from incseg.run import train
 from incseg.types import IGNORE
 
 GROUPS = (("cat", "cow"), ("sheep",), ("sofa",))
@@ -516,7 +516,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two methods on shapes, and the first on another task; two steps each."""
     runs = tmp_path_factory.mktemp("shapes")
     for name, task in (("evidential", "6-4"), ("finetune", "6-4"), ("evidential", "8-2")):
-        train(small_config(runs / f"{name}-{task}", method={"name": name}, task=task, train={"epochs": 1}), quiet)
+        train(small_config(runs / f"{name}-{task}", method={"name": name}, task=task, train={"epochs": 1}))
     return runs
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Interrupting, assert_same_run, quiet, rows_of, small_config
+from small_runs import Interrupting, assert_same_run, rows_of, small_config
 from torch import Tensor
 
+from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
 from incseg.files import read_tensors
 from incseg.losses.background import background_cross_entropy, background_distillation, fold_new_into_background
 from incseg.losses.distillation import local_pod
@@ -28,6 +28,7 @@ from incseg.methods.mib import MiB
 from incseg.methods.plop import PLOP, entropy_thresholds, pseudo_labels
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol, Step
+from incseg.run import train
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output
 
 PROTOCOL = Protocol(DatasetInfo("toy", ("ant", "bee", "cat", "dog")), [["ant", "bee"], ["cat", "dog"]], "overlapped")
@@ -242,7 +243,7 @@ def test_mib_may_start_with_small_weights() -> None:
 def trained_steps(tmp_path: Path, method: dict[str, Any], **changes: Any) -> list[dict[str, Tensor]]:
     """The models of a small run's steps."""
     config = small_config(tmp_path / "run", method=method, train={"epochs": 1, "weight_decay": 0.1}, **changes)
-    train(config, quiet)
+    train(config)
     return [read_tensors(RunDir(config.folder).model(step))[0] for step in range(3)]
 
 
@@ -429,16 +430,16 @@ def test_a_resumed_step_keeps_its_thresholds(tmp_path: Path, monkeypatch: pytest
         small_config(tmp_path / name, task="6-4", method={"name": "plop"}, train={"checkpoint_seconds": 0.0})
         for name in ("whole", "broken")
     )
-    train(whole, quiet)
-    with pytest.raises(KeyboardInterrupt):
-        train(broken, lambda: Interrupting("step 1/1", 2))
+    train(whole)
+    with pytest.raises(KeyboardInterrupt), showing(Interrupting("step 1/1", 2)):
+        train(broken)
     saved, _ = read_tensors(RunDir(broken.folder).checkpoint)
     final, _ = read_tensors(RunDir(whole.folder).state(1))
     assert len(final["thresholds"]) == 7
     assert torch.equal(saved["method.thresholds"], final["thresholds"])
     answers = [torch.full((7,), 0.5)]
     monkeypatch.setattr(plop_module, "entropy_thresholds", lambda *_: answers.pop())
-    train(broken, quiet)
+    train(broken)
     assert not answers
     assert_same_run(whole.folder, broken.folder)
 
@@ -449,7 +450,7 @@ def test_plop_takes_the_base_of_fine_tuning(tmp_path: Path) -> None:
         for name in ("finetune", "plop", "mib")
     ]
     for config in configs:
-        train(config, quiet)
+        train(config)
     for config in configs[1:]:
         reused = [row["reused_from"] for row in rows_of(config.folder)]
         assert reused == [str(configs[0].folder), None, None]
@@ -467,7 +468,7 @@ def test_kept_features_train_as_a_frozen_backbone_does(name: str, tmp_path: Path
             model={"freeze_backbone": True},
             train={"epochs": 1, "scale": None},
         )
-        train(config, quiet)
+        train(config)
         losses.append([row["losses"] for row in rows_of(config.folder)])
     for kept, made in zip(*losses, strict=True):
         assert kept == pytest.approx(made, rel=0.02)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import Interrupting, quiet, rows_of, small_config
+from small_runs import Interrupting, rows_of, small_config
 from torch import Tensor
 
+from incseg.config import RunConfig
+from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.experiment import RunConfig, train
 from incseg.files import read_tensors
 from incseg.losses.sigmoid import (
     binary_cross_entropy,
@@ -29,6 +30,7 @@ from incseg.models.fusion import fuse, fusion_share
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.presets import PRESETS, preset_for
 from incseg.protocol import Protocol
+from incseg.run import train
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output, UserError
 
 MODEL = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1))
@@ -94,8 +96,8 @@ def test_the_share_counts_classes() -> None:
 
 def test_a_run_fuses_after_training(tmp_path: Path) -> None:
     plain, fused = tmp_path / "plain", tmp_path / "fused"
-    train(config(plain, method={"name": "finetune"}), quiet)
-    train(config(fused, method={"name": "finetune"}, train={"fusion": "ewf"}), quiet)
+    train(config(plain, method={"name": "finetune"}))
+    train(config(fused, method={"name": "finetune"}, train={"fusion": "ewf"}))
     old, new = saved(plain, 0), saved(plain, 1)
     assert all(torch.equal(tensor, old[name]) for name, tensor in saved(fused, 0).items())
     for name, tensor in saved(fused, 1).items():
@@ -109,7 +111,7 @@ def test_a_run_fuses_after_training(tmp_path: Path) -> None:
 
 def test_fusion_leaves_the_base_shared(tmp_path: Path) -> None:
     def reused(name: str, **changes: Any) -> list[bool]:
-        train(config(tmp_path / name, method={"name": "finetune"}, reuse=True, **changes), quiet)
+        train(config(tmp_path / name, method={"name": "finetune"}, reuse=True, **changes))
         return [row["reused_from"] is not None for row in RunDir(tmp_path / name).rows()]
 
     assert reused("plain") == [False, False]
@@ -198,7 +200,7 @@ def test_ssul_equals_a_loop(unknown: Any) -> None:
 
 def test_ssul_moves_nothing_but_the_new_classifier_and_background(tmp_path: Path) -> None:
     """Batch norm, weight decay and momentum are on, and two steps come after the first."""
-    train(config(tmp_path / "run", task="6-2", method={"name": "ssul"}), quiet)
+    train(config(tmp_path / "run", task="6-2", method={"name": "ssul"}))
     base, middle, last = (saved(tmp_path / "run", step) for step in range(3))
     for name, tensor in base.items():
         rest = slice(1, None) if name.startswith("classifiers.0") else slice(None)
@@ -373,13 +375,13 @@ def test_a_run_begun_before_positive_weight_goes_on(tmp_path: Path) -> None:
         config(tmp_path / name, method={"name": "dkd", "positive_weight": weight})
         for name, weight in (("whole", 1.0), ("begun", 1.0), ("begun", 2.0))
     )
-    train(whole, quiet)
-    with pytest.raises(KeyboardInterrupt):
-        train(config(begun.folder, method={"name": "dkd"}), lambda: Interrupting("row 0"))
+    train(whole)
+    with pytest.raises(KeyboardInterrupt), showing(Interrupting("row 0")):
+        train(config(begun.folder, method={"name": "dkd"}))
     assert "positive_weight" not in RunDir(begun.folder).config.read_text()
     with pytest.raises(UserError, match=r"positive_weight was 1\.0, now 2\.0"):
-        train(weighed, quiet)
-    train(begun, quiet)
+        train(weighed)
+    train(begun)
     assert rows_of(whole.folder) == rows_of(begun.folder)
     mine, theirs = saved(begun.folder, 1), saved(whole.folder, 1)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import quiet, small_config
+from small_runs import small_config
 
 import incseg
 from incseg.cli import main
 from incseg.data.folder import Folder
-from incseg.experiment import train
+from incseg.run import train
 from incseg.score import score
 from incseg.types import UserError
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("model") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INCSEG_CACHE", str(tmp_path_factory.mktemp("cache")))
-        train(small_config(out, train={"epochs": 1}, task="joint"), quiet)
+        train(small_config(out, train={"epochs": 1}, task="joint"))
     return out
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import evaluated_again, quiet, rows_of, small_config
+from small_runs import evaluated_again, rows_of, small_config
 
 from incseg.engine.checkpoint import Progress
 from incseg.engine.rundir import RunDir
-from incseg.experiment import Setup, train
 from incseg.files import read_tensors
 from incseg.methods import build_method
+from incseg.run import Setup, train
 from incseg.types import UserError
 
 
 def changed(folder: Path, frozen: str) -> set[str]:
     """The tensors that step 1 moved."""
-    train(small_config(folder, train={"frozen_later": frozen, "epochs": 1}), quiet)
+    train(small_config(folder, train={"frozen_later": frozen, "epochs": 1}))
     before, _ = read_tensors(RunDir(folder).model(0))
     after, _ = read_tensors(RunDir(folder).model(1))
     return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
@@ -37,7 +37,7 @@ def test_a_limit_of_later_gradients_is_for_later_steps_alone(tmp_path: Path) -> 
     """Step 0 learns as without it; step 1, whose gradients are cut to nothing, is moved by weight decay alone."""
     common = {"epochs": 1, "momentum": 0.0, "weight_decay": 0.0, "frozen_later": "statistics"}
     for name, limits in {"free": {}, "later": {"clip_later": 1e-9}, "first": {"clip": 1e-9, "clip_later": 1e9}}.items():
-        train(small_config(tmp_path / name, train={**common, **limits}), quiet)
+        train(small_config(tmp_path / name, train={**common, **limits}))
     models = {
         (name, step): read_tensors(RunDir(tmp_path / name).model(step))[0]
         for name in ("free", "later", "first")
@@ -79,7 +79,7 @@ def test_a_jolt_of_a_later_step_is_told_where_nothing_limits_it(
 ) -> None:
     monkeypatch.setattr("incseg.engine.trainer._JOLT", 0.1)
     for name, limits in {"free": {}, "limited": {"clip_later": 100.0}}.items():
-        train(small_config(tmp_path / name, train={"epochs": 1, "epochs_later": 12, **limits}), quiet)
+        train(small_config(tmp_path / name, train={"epochs": 1, "epochs_later": 12, **limits}))
     told = {name: RunDir(tmp_path / name).log.read_text() for name in ("free", "limited")}
     row = rows_of(tmp_path / "free")[1]
     assert f"step 1: the gradient of update {row['gradient']['jolt_at']} was " in told["free"]
@@ -89,14 +89,14 @@ def test_a_jolt_of_a_later_step_is_told_where_nothing_limits_it(
 
 def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", data={"holdout": 4})
-    setup = Setup.of(config, build_method(config.method), quiet())
+    setup = Setup.of(config, build_method(config.method))
     assert setup.test_images == tuple(range(2, 32, 4))
     assert not set(setup.test_images) & {image for step in setup.train_images for image in step}
-    whole = Setup.of(small_config(tmp_path / "run"), build_method(config.method), quiet())
+    whole = Setup.of(small_config(tmp_path / "run"), build_method(config.method))
     for some, images in zip(setup.train_images, whole.train_images, strict=True):
         assert set(images) - set(some) <= set(setup.test_images)
     assert any("held-out" in note for note in setup.notes)
-    train(config, quiet)
+    train(config)
     rows = rows_of(tmp_path / "run")
     assert rows[-1]["test_images"] <= 8
     assert evaluated_again(tmp_path / "run", 2) == rows[2]
@@ -106,9 +106,9 @@ def test_held_out_features_come_from_the_same_store(tmp_path: Path) -> None:
     """One folder, one lock: training and test images of a run lie in one store."""
     frozen = {"freeze_backbone": True}
     config = small_config(tmp_path / "kept", data={"holdout": 4}, model=frozen, train={"scale": None})
-    train(config, quiet)
+    train(config)
     pixels = small_config(tmp_path / "pixels", data={"holdout": 4, "cache": "off"}, model=frozen, train={"scale": None})
-    train(pixels, quiet)
+    train(pixels)
     kept, plain = rows_of(tmp_path / "kept")[-1], rows_of(tmp_path / "pixels")[-1]
     assert kept["test_images"] == plain["test_images"]
     assert kept["all"] == pytest.approx(plain["all"], abs=3)
@@ -118,12 +118,12 @@ def test_held_out_features_come_from_the_same_store(tmp_path: Path) -> None:
 def test_a_holdout_that_leaves_nothing_is_refused(tmp_path: Path, every: int) -> None:
     config = small_config(tmp_path / "run", data={"holdout": every})
     with pytest.raises(UserError, match=r"data\.holdout is"):
-        Setup.of(config, build_method(config.method), quiet())
+        Setup.of(config, build_method(config.method))
 
 
 def test_uncertainty_of_the_evidential_method_is_its_background_probability(tmp_path: Path) -> None:
     """So unseen against seen classes must be ranked alike by both; a softmax model has the second score only."""
-    train(small_config(tmp_path / "run"), quiet)
+    train(small_config(tmp_path / "run"))
     unseen = rows_of(tmp_path / "run")[0]["unseen"]
     assert unseen["from_seen_by"]["background"] == pytest.approx(unseen["from_seen"], abs=5e-3)
     assert unseen["from_seen_by"]["entropy"] != pytest.approx(unseen["from_seen"], abs=5e-3)

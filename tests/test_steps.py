@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import assert_same_run, quiet, rows_of, small_config
+from small_runs import assert_same_run, rows_of, small_config
 
 from incseg.engine.rundir import RunDir
-from incseg.experiment import train
+from incseg.run import train
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learnt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INCSEG_CACHE", str(folder / "cache"))
-        train(small_config(folder / "run", reuse=True), quiet)
+        train(small_config(folder / "run", reuse=True))
     return folder
 
 
@@ -36,7 +36,7 @@ def reused(folder: Path) -> list[bool]:
 
 
 def run(tmp_path: Path, name: str, **changes: Any) -> Path:
-    train(small_config(tmp_path / name, reuse=True, **changes), quiet)
+    train(small_config(tmp_path / name, reuse=True, **changes))
     return tmp_path / name
 
 
@@ -45,7 +45,7 @@ def test_the_same_recipe_is_not_trained_again(first: Path, tmp_path: Path) -> No
     assert reused(first) == [False] * 3
     assert reused(again) == [True] * 3
     trained = small_config(tmp_path / "trained")
-    train(trained, quiet)
+    train(trained)
     for row in (rows := rows_of(again)):
         row["reused_from"] = None
     assert rows == rows_of(tmp_path / "trained")

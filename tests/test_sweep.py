@@ -26,7 +26,7 @@ from incseg.engine import workers as workers_module
 from incseg.engine.queue import Claim, Job, Queue, _claim_path
 from incseg.engine.rundir import RunDir
 from incseg.engine.workers import Workers, reason_of
-from incseg.experiment import job_of
+from incseg.run import add_jobs, job_of
 from incseg.types import UserError
 
 QUICK = {
@@ -293,7 +293,7 @@ def test_a_run_that_was_started_by_hand_is_not_started_again(root: Path) -> None
     queue = Queue(root)
     queue.add(jobs("a"))
     run = RunDir(root / "a")
-    run.open({"threads": 1})
+    run.lock()
     assert queue.state(queue.jobs()[0]) == "running"
     assert queue.take("me") is None
     assert f"process {os.getpid()}" in (queue.worker(queue.jobs()[0]) or "")
@@ -318,16 +318,16 @@ def test_ctrl_c_lets_runs_save_and_the_same_command_goes_on(root: Path) -> None:
 
 def test_other_settings_under_the_same_name_are_refused(root: Path) -> None:
     queue = Queue(root)
-    queue.add(jobs("a", seed=1))
-    queue.add(jobs("a", seed=1, threads=4))  # changes nothing in the result
+    method = {"name": "mib"}
+    add_jobs(queue, jobs("a", seed=1, method=method))
+    add_jobs(queue, jobs("a", seed=1, method=method, threads=4))  # changes nothing in the result
     with pytest.raises(UserError, match=r"a is in the queue with other settings \(seed was 1, now 2\)"):
-        queue.add(jobs("a", seed=2))
+        add_jobs(queue, jobs("a", seed=2, method=method))
     run = RunDir(root / "b")
-    run.open({"seed": 5})
-    run.close()
+    run.write_config({"seed": 5, "method": method})
     run.checkpoint.touch()
     with pytest.raises(UserError, match=r"holds a run with other settings \(seed was 5, now 1\)"):
-        queue.add(jobs("b", seed=1))
+        add_jobs(queue, jobs("b", seed=1, method=method))
 
 
 def test_why_a_run_failed() -> None:

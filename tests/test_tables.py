@@ -21,14 +21,14 @@ import torch
 import yaml
 from made_up_runs import FIGURES, change_json, write_run
 from PIL import Image
-from small_runs import quiet, small_config
+from small_runs import small_config
 
 from incseg.cli import main
-from incseg.cli.settings import parse_run, usual_settings
+from incseg.cli.settings import parse_run
+from incseg.config import usual_settings
 from incseg.data.ade20k import ADE20K_INFO
 from incseg.engine.evaluator import Counts, figures
 from incseg.engine.rundir import RunDir, flatten
-from incseg.experiment import train
 from incseg.files import write_array
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
@@ -38,6 +38,7 @@ from incseg.report.published import PUBLISHED
 from incseg.report.records import RunRecord, read_runs, shown_command
 from incseg.report.tables import group, spread
 from incseg.report.writers import FORMATS, to_csv, to_latex, to_markdown
+from incseg.run import train
 from incseg.types import UserError
 
 
@@ -254,7 +255,7 @@ def test_a_retest_of_a_model_that_is_no_more_is_left_out(tmp_path: Path) -> None
 
 def test_eval_saves_a_retest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    train(small_config(folder, preset="shapes-quick", train={"epochs": 1}), quiet)
+    train(small_config(folder, preset="shapes-quick", train={"epochs": 1}))
     for argv, expected in (
         (["--method.lambda_kd", "3"], "lambda_kd is none; allowed: balancing, decision, prior, threshold"),
         (["--method.balancing", "ratio"], "than the run's own; give one: balancing"),

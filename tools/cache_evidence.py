@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from incseg.config import RunConfig, load_run_config
 from incseg.data.features import StoredCache, stored_caches
-from incseg.data.feeds import Feed
-from incseg.engine.progress import Silent
+from incseg.data.loaders import Loaders
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import started
-from incseg.experiment import RunConfig, Setup, evaluate, load_run_config
 from incseg.files import cache_path, read_json, write_json, write_text
 from incseg.methods import build_method
 from incseg.metrics.continual import FIGURES
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.report.writers import code_block, markdown_table
+from incseg.run import Setup, evaluate
 from incseg.types import UserError
 
 BATCH = 16
@@ -44,13 +44,13 @@ def making(cache: StoredCache) -> float:
     return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
-def features(feed: Feed, model: Segmenter, setup: Setup, images: int) -> Iterator[list[Tensor]]:
+def features(loaders: Loaders, model: Segmenter, setup: Setup, images: int) -> Iterator[list[Tensor]]:
     """What the head reads of the first test images, then of the first images of step 0."""
     first, last = setup.protocol.steps[0], setup.protocol.steps[-1]
     batches = -(-images // BATCH)
     for inputs, _, _ in (
-        *islice(feed.testing(last, range(images), BATCH), batches),
-        *islice(feed.plain(first, BATCH), batches),
+        *islice(loaders.testing(last, range(images), BATCH), batches),
+        *islice(loaders.plain(first, BATCH), batches),
     ):
         yield list(model.features(inputs) if isinstance(inputs, Tensor) else inputs)
 
@@ -62,14 +62,14 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
     equal = count = 0
     farthest = largest = 0.0
     with started("cpu", "float32", config.threads) as runtime:
-        setup = Setup.of(config, method, Silent())
+        setup = Setup.of(config, method)
         model, _ = load_segmenter(RunDir(run).model(len(setup.protocol.steps) - 1))
         model.eval()
         fresh_config = replace(config, data=replace(config.data, cache="off"))
-        kept_feed, fresh_feed = (setup.feed(c, model, runtime, Silent(), train=True) for c in (config, fresh_config))
+        cached_loaders, fresh_loaders = (setup.loaders(c, model, runtime, train=True) for c in (config, fresh_config))
         pairs = zip(
-            features(kept_feed, model, setup, images),
-            features(fresh_feed, model, setup, images),
+            features(cached_loaders, model, setup, images),
+            features(fresh_loaders, model, setup, images),
             strict=True,
         )
         for kept, fresh in pairs:
@@ -83,7 +83,7 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
 
 def tested(run: Path, config: RunConfig, cache: str) -> dict[str, Any]:
     overrides = {"data": replace(config.data, cache=cache), "threads": config.threads}
-    return evaluate(run, None, {}, overrides, Silent)
+    return evaluate(run, None, {}, overrides)
 
 
 def main() -> int:

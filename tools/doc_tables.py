@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.errors import UserError
 from incseg.files import write_text
 from incseg.metrics.continual import FIGURES

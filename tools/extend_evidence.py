@@ -72,7 +72,7 @@ class Lab:
             if words[0] == "eval":
                 found |= json.loads(done.stdout)
             if words[0] == "extend":
-                report = json.loads((self.work / str(words[words.index("--out") + 1]) / "changes.json").read_text())
+                report = json.loads((self.work / str(words[words.index("--out") + 1]) / "forgetting.json").read_text())
                 found |= {key: report[key] for key in ("recipe", "tries")}
                 found["said"] = [
                     line for line in done.stdout.splitlines() if re.match(r"input:|forgot|[\d.]+ % of", line)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.files import write_json, write_text
 from incseg.report.compare import compare
 from incseg.report.kept import keep_runs

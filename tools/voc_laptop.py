@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from incseg.cli.settings import parse_run
+from incseg.config import require_same_settings
 from incseg.engine.queue import Queue
 from incseg.engine.rundir import RunDir, flatten
 from incseg.engine.workers import Workers
 from incseg.errors import UserError
-from incseg.experiment import job_of
 from incseg.files import read_record
 from incseg.report.records import KEPT_SUFFIX, optional_settings
+from incseg.run import add_jobs, job_of
 
 SEEDS = (42, 1337, 2001)
 TASKS = ("15-1", "15-5", "10-1")
@@ -213,11 +214,11 @@ def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> 
             jobs.append(job)
             continue
         try:
-            RunDir(out / one.name).check_same(job.config)
+            require_same_settings(RunDir(out / one.name), job.config)
         except UserError as error:
             print(f"{one.name}: not run, {error}")
     if jobs:
-        Queue(out).add(jobs)
+        add_jobs(Queue(out), jobs)
         Workers(out, workers, only=[job.name for job in jobs]).work()
     return [job.name for job in jobs if not RunDir(out / job.name).results.exists()]
 

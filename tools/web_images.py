@@ -22,10 +22,9 @@ import numpy as np
 from incseg.cli.settings import parse_run
 from incseg.data.files import FileSource
 from incseg.data.source import Source
-from incseg.engine.progress import Silent
-from incseg.experiment import Setup, read_presence_of
 from incseg.files import replacing
 from incseg.methods import build_method
+from incseg.run import Setup, read_presence
 from incseg.types import UserError
 
 
@@ -68,9 +67,8 @@ def main(arguments: Sequence[str]) -> None:
     config = parse_run("web_images.py", "", rest)
     if args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"{args.out} is not empty, and what is in it would be replayed too; give a new folder")
-    reporter = Silent()
-    setup = Setup.of(config, build_method({"name": "finetune"}), reporter)
-    presence = read_presence_of(setup.source, "train", config.data.presence, reporter)
+    setup = Setup.of(config, build_method({"name": "finetune"}))
+    presence = read_presence(setup.source, "train", config.data.presence)
     steps = [step.new for step in setup.protocol.steps]
     chosen = choose(setup.train_images, presence.classes, steps, args.per_class)
     for class_id, images in chosen.items():

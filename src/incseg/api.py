@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from incseg import experiment, extension
+from incseg import extension
 from incseg.cli.settings import by_dotted_name, resolve
+from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import speaks
 from incseg.files import read_record
@@ -19,6 +20,8 @@ from incseg.inference import Predictor, load
 from incseg.methods.base import Method
 from incseg.metrics.continual import FIGURES
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words
+from incseg.run import fit_size
+from incseg.run import train as train_run
 from incseg.types import UserError
 
 StrPath = str | os.PathLike[str]
@@ -50,7 +53,7 @@ class Run:
     @property
     def forgetting(self) -> dict[str, Any] | None:
         """Of a run that extended a model: what happened to each old class and how well each new one is found."""
-        file = RunDir(self.folder).changes
+        file = RunDir(self.folder).forgetting
         return read_record(file) if file.exists() else None
 
     def table(self) -> str:
@@ -110,11 +113,11 @@ def train(
     given = by_dotted_name({**settings, **{name: value for name, value in named.items() if value is not None}})
     with _output(quiet):
         config = resolve(given)
-        if config.preset == experiment.OWN_PHOTOGRAPHS and not extension.SIZES & given.keys():
-            size = experiment.fit_size(config)
+        if config.preset == OWN_PHOTOGRAPHS and not extension.SIZES & given.keys():
+            size = fit_size(config)
             if speaks():
                 print(size)
-        experiment.train(config)
+        train_run(config)
     return Run(config.folder, config.method["name"])
 
 

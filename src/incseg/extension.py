@@ -11,19 +11,21 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
+from incseg.config import RunConfig, differing_settings, open_run
 from incseg.data.extended import Extended
 from incseg.data.pixels import PixelCounts, as_seen_by
+from incseg.data.sheet import write_sheet
 from incseg.data.sizing import ChosenSize, choose_size, object_sides
-from incseg.engine.progress import Screen
-from incseg.engine.rundir import RunDir, differing_settings, model_file, read_config
+from incseg.engine.progress import Screen, log, showing
+from incseg.engine.rundir import RunDir, model_file, read_config
 from incseg.engine.runtime import speaks
-from incseg.engine.start import Start
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import SHEET, RunConfig, open_source, read_meaning, train, write_sheet
+from incseg.engine.warm_start import WarmStart
 from incseg.files import read_json, write_json
 from incseg.inference import require_trusted
 from incseg.methods import find_method
@@ -33,6 +35,7 @@ from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.names import require_known
 from incseg.presets import preset_for
+from incseg.run import open_source, read_meaning, train
 from incseg.types import UserError
 
 BATCH = 8
@@ -115,7 +118,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a try did to the classes: the content of its changes.json, and the seconds that it took."""
+    """What a try did to the classes: the content of its forgetting.json, and the seconds that it took."""
 
     recipe: Recipe
     config: RunConfig
@@ -143,42 +146,36 @@ def choose(outcomes: Sequence[Outcome]) -> Outcome:
     return outcomes[best([(outcome.score, outcome.agreement) for outcome in outcomes])]
 
 
-class _Plain(Screen):
-    """Without the tables of protocols: an extension has its own. What several tries say alike is said once."""
+def _screen() -> Screen:
+    """Return a screen without the tables of protocols: an extension has its own. Tries print the same line once."""
+    screen, printed = Screen(), set[str]()
 
-    def __init__(self, said: set[str]) -> None:
-        super().__init__()
-        self._said = said
+    def wanted(record: LogRecord) -> bool:
+        line = record.getMessage()
+        if hasattr(record, "table") or line in printed:
+            return False
+        printed.add(line)
+        return True
 
-    def say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            super().say(text)
-
-    def rows(self, title: str, rows: list[dict[str, Any]], notes: Any, class_images: Any = None) -> None:
-        pass
+    screen.addFilter(wanted)
+    return screen
 
 
-def extend(
-    tries: Sequence[Try], out: Path, screen: Callable[[], Screen] | None = None,
-    train_images: Mapping[str, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its changes.json.
+def extend(tries: Sequence[Try], out: Path, train_images: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its forgetting.json.
 
     train_images: how many photographs to learn from show each new class; saved with what was found.
     """
     _require_same(tries, out)
-    said: set[str] = set()
-    screen = screen or (lambda: _Plain(said))
     outcomes = []
-    for number, one in enumerate(tries, start=1):
-        if speaks() and len(tries) > 1:
-            print(f"try {number} of {len(tries)}, {one.recipe.name}: {one.recipe.what}", flush=True)
-        results = train(one.config, screen)
-        if speaks():
-            outcomes.append(
-                Outcome(one.recipe, one.config, read_json(RunDir(one.config.folder).changes), results["seconds"])
-            )
+    with showing(_screen()):
+        for number, one in enumerate(tries, start=1):
+            if len(tries) > 1:
+                log.info(f"try {number} of {len(tries)}, {one.recipe.name}: {one.recipe.what}")
+            results = train(one.config)
+            if speaks():
+                found = read_json(RunDir(one.config.folder).forgetting)
+                outcomes.append(Outcome(one.recipe, one.config, found, results["seconds"]))
     if not speaks():  # the first process alone goes on
         return {}
     chosen = choose(outcomes)
@@ -189,8 +186,8 @@ def extend(
         "tries": [outcome.summary() for outcome in outcomes],
     }
     with contextlib.closing(RunDir(out)) as run:
-        _adopt(RunDir(chosen.config.folder), run, {**chosen.config.as_dict(), "out": str(out)})
-        write_json(run.changes, report)
+        _adopt(RunDir(chosen.config.folder), run, replace(chosen.config, out=str(out)))
+        write_json(run.forgetting, report)
     return report
 
 
@@ -204,9 +201,9 @@ def _require_same(tries: Sequence[Try], out: Path) -> None:
         raise UserError(f"{out} holds a run with other settings ({differing[0]}); choose another --out")
 
 
-def _adopt(source: RunDir, run: RunDir, config: dict[str, Any]) -> None:
+def _adopt(source: RunDir, run: RunDir, config: RunConfig) -> None:
     """Make `run` what `source` is: the same steps, rows and results, by copies of its files."""
-    run.open(config)
+    open_run(run, config)
     for file in (source.protocol, source.environment):
         shutil.copyfile(file, run.root / file.name)
     shutil.copytree(source.root / "steps", run.root / "steps", dirs_exist_ok=True)
@@ -364,17 +361,17 @@ class Plan:
 
     def _look_at_photographs(self) -> None:
         """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
-        start = Start(self.file, self.model, self.about)
+        warm_start = WarmStart(self.file, self.model, self.about)
         if self.recipes == (CLOSED_FORM,):
-            self.further = start.learn_further(self.request.classes or "", Analytic.Config.ridge)
+            self.further = warm_start.learn_further(self.request.classes or "", Analytic.Config.ridge)
             if self.further:
                 self.lines.append(
                     f"{', '.join(self.further)}: known, so learnt further; what was seen of it before counts, too"
                 )
         inner = open_source(self.config(AS_TRAINED).data)
-        source = start.extended(inner, self.request.classes or "joint")
-        with contextlib.closing(Screen()) as reporter:
-            meaning = read_meaning(inner, reporter)
+        source = warm_start.extended(inner, self.request.classes or "joint")
+        with showing():
+            meaning = read_meaning(inner)
         pixels = as_seen_by(source, meaning.pixels)
         ids = {source.info.classes.index(name) + 1: name for name in source.new}
         shown = pixels["train"].presence.classes
@@ -384,7 +381,7 @@ class Plan:
                 raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
-        self.lines += write_sheet(inner, meaning.pixels, Path(self.request.out) / SHEET) if speaks() else []
+        self.lines += write_sheet(inner, meaning.pixels, RunDir(self.request.out).sheet) if speaks() else []
         given = self.request.size is not None or bool(self.request.given & SIZES)
         if (
             self.request.size is not None

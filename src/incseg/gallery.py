@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from incseg.config import DataConfig
 from incseg.data.source import Source
 from incseg.engine.rundir import RunDir
-from incseg.engine.start import Start
-from incseg.experiment import DataConfig, evenly, open_source, test_images_of
+from incseg.engine.warm_start import WarmStart
 from incseg.inference import Predictor, Result, load
 from incseg.metrics.uncertainty import BINS, score_counts
 from incseg.models.files import load_segmenter
+from incseg.protocol.images import evenly
 from incseg.report.choice import (
     SCORE_RULE,
     each_once,
@@ -39,6 +40,7 @@ from incseg.report.pictures import Classes, Row, Tile, sheet
 from incseg.report.records import RunRecord
 from incseg.report.sections import MAIN, MethodRuns, Section
 from incseg.report.style import Drawn, keep
+from incseg.run import open_source, test_images_of
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 MOST_METHODS = 6
@@ -179,7 +181,7 @@ def open_gallery(
     source = open_source(data)
     if settings.get("start") is not None:  # the run's own copy of the model that it extended
         file = RunDir(record.folder).model(0)
-        source = Start(file, *load_segmenter(file)).extended(source, settings["task"])
+        source = WarmStart(file, *load_segmenter(file)).extended(source, settings["task"])
     split, numbers = test_images_of(source, data)
     photos = []
     for number in evenly(numbers, images):

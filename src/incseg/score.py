@@ -6,7 +6,7 @@ a person gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,14 @@ from rich.text import Text
 
 from incseg.data.extended import folded
 from incseg.data.source import Source, Split
-from incseg.engine.progress import percent
+from incseg.engine.progress import percent, show_progress
 from incseg.inference import Predictor
 from incseg.metrics.confusion import confusion_counts, iou
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 
-def score(
-    predictor: Predictor, source: Source, splits: Sequence[Split], progress: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
-    """IoU per class that both know, over all photographs of the splits together; for JSON.
+def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict[str, Any]:
+    """Return the IoU per class that both know, over all photographs of the splits together; for JSON.
 
     Classes of the dataset that the model does not know are background. A class that only the model knows has no IoU of
     its own; where it is predicted on an object of another class, it costs that one.
@@ -50,14 +48,14 @@ def score(
     num_labels = len(predictor.classes)
     confusion = torch.zeros(num_labels, num_labels, dtype=torch.int64)
     images = np.zeros(num_labels, dtype=np.int64)
-    for done, (split, index) in enumerate(pairs, start=1):
-        photograph, mask = source.pair(split, index)
-        target = table[mask]
-        found = predictor.predict(photograph).labels
-        confusion += confusion_counts(torch.from_numpy(found), torch.from_numpy(target), num_labels)
-        images += np.bincount(target.ravel(), minlength=256)[:num_labels] > 0
-        if progress is not None:
-            progress(done, len(pairs))
+    with show_progress("testing", len(pairs)) as advance:
+        for split, index in pairs:
+            photograph, mask = source.pair(split, index)
+            target = table[mask]
+            found = predictor.predict(photograph).labels
+            confusion += confusion_counts(torch.from_numpy(found), torch.from_numpy(target), num_labels)
+            images += np.bincount(target.ravel(), minlength=256)[:num_labels] > 0
+            advance()
     shares = iou(confusion)
     labels = [BACKGROUND, *shared] if source.info.has_background else [*shared]
     classes = {

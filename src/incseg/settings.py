@@ -36,13 +36,18 @@ def changed_values(config: Any, *what: Affects) -> dict[str, Any]:
 
     Hashes and comparisons are made of these, so that an option that comes later leaves older runs valid.
     """
-    wanted = names_affecting(config, *what)
-    return {
-        each.name: getattr(config, each.name)
-        for each in fields(config)
-        if each.name in wanted and getattr(config, each.name) != _default(each)
-    }
+    wanted, found = names_affecting(config, *what), {}
+    for each in fields(config):
+        value = _listed(getattr(config, each.name))
+        if each.name in wanted and value != _default(each):
+            found[each.name] = value
+    return found
 
 
 def _default(each: Any) -> Any:
-    return each.default_factory() if each.default_factory is not MISSING else each.default
+    return _listed(each.default_factory() if each.default_factory is not MISSING else each.default)
+
+
+def _listed(value: Any) -> Any:
+    """Return a tuple as the list that YAML and JSON make of it."""
+    return list(value) if isinstance(value, tuple) else value

@@ -10,16 +10,16 @@ from itertools import islice
 
 import torch
 
-from incseg.data.feeds import Loaded
+from incseg.config import DataConfig, RunConfig
+from incseg.data.loaders import Loaded
 from incseg.data.views import EpochOrder
 from incseg.engine.evaluator import EvalConfig
-from incseg.engine.progress import Silent
 from incseg.engine.runtime import started
 from incseg.engine.trainer import TrainConfig
-from incseg.experiment import DataConfig, RunConfig, Setup
 from incseg.methods import build_method
 from incseg.models.segmenter import ModelConfig, build_segmenter
 from incseg.presets import preset_for
+from incseg.run import Setup
 from incseg.types import Batch, Increment
 from tools.bench.measure import Aim, Section, Settings, Spread, in_turn, ratios, seconds
 
@@ -29,9 +29,9 @@ def run(settings: Settings) -> list[Section]:
     updates = settings.pick(60 if settings.root else 16, 4)
     method = build_method(config.method)
     with _cache_of_its_own(not settings.root), started("cpu", "float32", settings.threads) as runtime:
-        setup = Setup.of(config, method, Silent())
+        setup = Setup.of(config, method)
         model = build_segmenter(config.model, method.background_output, lambda line: None)
-        feed = setup.feed(config, model, runtime, Silent(), train=True)
+        loaders = setup.loaders(config, model, runtime, train=True)
         step = setup.protocol.steps[0]
         images = len(setup.train_images[0])
         model.grow(Increment(step.names, step.new, images))
@@ -50,7 +50,7 @@ def run(settings: Settings) -> list[Section]:
             nonlocal drawn
             order = EpochOrder(images, config.train.batch_size, 1000, (config.seed, 0), drawn)
             drawn += updates
-            return islice(feed.training(step, order), updates)
+            return islice(loaders.training(step, order), updates)
 
         in_memory = list(islice(from_cache(), 4)) * (updates // 4)
         amount = updates * config.train.batch_size
@@ -71,7 +71,7 @@ def run(settings: Settings) -> list[Section]:
             ],
             notes=[
                 f"{config.model.backbone} at {config.train.crop}², batches of {config.train.batch_size}, {updates} "
-                "updates a round, the base step. From the cache the run's own feed reads, converts and relabels."
+                "updates a round, the base step. From the cache the run's own loader reads, converts and relabels."
             ],
             figures=found,
         )

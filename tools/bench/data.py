@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from incseg.data.feeds import PixelFeed
 from incseg.data.folder import Folder
+from incseg.data.loaders import PixelLoaders
 from incseg.data.transforms import TestTransform, TrainTransform
 from incseg.data.views import EpochOrder, StepView
 from incseg.protocol import Step
@@ -72,8 +72,8 @@ def _loading(source: Folder, step: Step, settings: Settings) -> Section:
 
     def both(workers: int) -> float:
         plain = TestTransform(size)
-        feed = PixelFeed([images], (), 0, source, "val", transform, plain, plain, 1, workers, 0, False)
-        loaded = feed.training(step, EpochOrder(len(images), batch, 1000, (0,)))
+        loaders = PixelLoaders([images], (), 0, source, "val", transform, plain, plain, 1, workers, 0, False)
+        loaded = loaders.training(step, EpochOrder(len(images), batch, 1000, (0,)))
         next(loaded)  # the loader's start is not counted
         return amount / seconds(lambda: train_on(inputs for inputs, _, _ in islice(loaded, updates)))
 

@@ -13,12 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incseg.data.feeds import Feed, Keys, Loaded
+from incseg.data.loaders import Keys, Loaded, Loaders
 from incseg.engine.evaluator import EvalConfig, Evaluator
-from incseg.engine.progress import Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.engine.steps import StepStore
+from incseg.engine.step_cache import StepCache
 from incseg.engine.tensorboard import TensorBoard
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.methods import Evidential
@@ -65,7 +64,7 @@ def made_up_labels(images: int, size: int, old: int, total: int) -> Tensor:
 
 
 @dataclass
-class MemoryFeed(Feed):
+class MemoryLoaders(Loaders):
     """Batches that are there already; each process takes its share of them."""
 
     loaded: Sequence[Loaded]
@@ -102,21 +101,19 @@ def second_step(
         pixels = torch.randn(own, 3, size, size)
         inputs = model.features(pixels) if config.freeze_backbone else pixels
         loaded.append((inputs, made_up_labels(own, size, 15, 20), list(range(own))))
-    feed = MemoryFeed([range(images * updates)] * 2, (), 0, loaded)
-    reporter = Silent()
+    loaders = MemoryLoaders([range(images * updates)] * 2, (), 0, loaded)
     trainer = Trainer(
         protocol=protocol,
-        feed=feed,
-        evaluator=Evaluator(protocol, feed, [], EvalConfig(), runtime, reporter),
+        loaders=loaders,
+        evaluator=Evaluator(protocol, loaders, [], EvalConfig(), runtime),
         method=Evidential(),
         model=model,
         train=TrainConfig(epochs=1, batch_size=images, crop=size, lr=1e-3, lr_later=1e-3, **train),
         seed=0,
         runtime=runtime,
         folder=RunDir(folder),
-        reporter=reporter,
         board=TensorBoard(None),
-        steps=StepStore(None, lambda step: {}),
+        cache=StepCache(None, lambda step: {}),
         about={},
     )
     return trainer, teacher

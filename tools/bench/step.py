@@ -34,7 +34,7 @@ def _section(name: str, network: ModelConfig, amount: tuple[int, int, int], sett
     ):
         trainer, teacher = second_step(network, images, size, updates, runtime, Path(folder))
         model, method, step = trainer.model, trainer.method, trainer.protocol.steps[-1]
-        inputs, labels, _ = next(trainer.feed.plain(step, images))
+        inputs, labels, _ = next(trainer.loaders.plain(step, images))
         batch = Batch(inputs, labels, torch.bincount(labels.flatten(), minlength=256).float())
         with torch.no_grad():
             logits, taught = model(inputs).logits, teacher(inputs)

@@ -10,13 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
 from incseg import files
 from incseg.data import features as feature_store
-from incseg.engine import steps as step_store
-from incseg.engine.progress import Screen
+from incseg.engine import step_cache
+from incseg.engine.progress import Screen, Task
 from tools.torture.case import Case, Kind, Lost, Running, incseg
 from tools.torture.runs import CACHED, require_same, settings
 
@@ -106,18 +107,19 @@ def _tell(shared: mmap.mmap) -> None:
     def say(text: str) -> None:
         shared[:] = text.encode()[:256].ljust(256, b"\0")
 
-    begin, rows, replacing = Screen.begin, Screen.rows, files.replacing
+    begin, emit, replacing = Screen.begin, Screen.emit, files.replacing
     phase = ["starting"]
 
-    def began(self: Screen, what: str, *more: Any, **named: Any) -> None:
+    def began(self: Screen, what: str, *more: Any, **named: Any) -> Task:
         phase[0] = "evaluation" if what.startswith("test") else "training" if what.startswith("step") else "features"
         say(phase[0])
-        begin(self, what, *more, **named)
+        return begin(self, what, *more, **named)
 
-    def told(self: Screen, *more: Any) -> None:
-        phase[0] = "between steps"
-        say(phase[0])
-        rows(self, *more)
+    def shown(self: Screen, record: LogRecord) -> None:
+        if getattr(record, "table", None) is not None:
+            phase[0] = "between steps"
+            say(phase[0])
+        emit(self, record)
 
     @contextmanager
     def writing(path: Path) -> Iterator[Path]:
@@ -128,9 +130,9 @@ def _tell(shared: mmap.mmap) -> None:
             yield temporary
         say(phase[0])
 
-    Screen.begin, Screen.rows = began, told  # type: ignore[method-assign]
+    Screen.begin, Screen.emit = began, shown  # type: ignore[method-assign]
     patched: Callable[[Path], AbstractContextManager[Path]] = writing
-    for module in (files, step_store, feature_store):
+    for module in (files, step_cache, feature_store):
         module.replacing = patched  # type: ignore[attr-defined]
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.files import write_text
 from incseg.report.compare import ABLATIONS, apart_line, compare, set_apart
 from incseg.report.records import read_runs, require_some

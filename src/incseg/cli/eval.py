@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from incseg.cli.settings import method_overrides
+from incseg.config import RunConfig, load_run_config, method_options
 from incseg.data import build_source
 from incseg.data.source import SPLITS
-from incseg.engine.progress import Screen
+from incseg.engine.progress import Screen, showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import speaks
-from incseg.experiment import RunConfig, evaluate, load_run_config
 from incseg.inference import load
 from incseg.methods import build_method
+from incseg.run import evaluate
 from incseg.score import score, score_table
 from incseg.types import UserError
 
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         config.data.root = args.root
         overrides["data"] = config.data
     started = time.monotonic()
-    row = evaluate(args.run, args.step, options, overrides, lambda: Screen(Console(stderr=args.json, highlight=False)))
+    with showing(Screen(Console(stderr=args.json, highlight=False))):
+        row = evaluate(args.run, args.step, options, overrides)
     if args.save and speaks():
         kept = RunDir(args.run).write_retest(changed, row, time.monotonic() - started)
         print(f"kept in {kept}", file=sys.stderr)
@@ -88,9 +89,8 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     wanted = args.split or ("val" if listed else "all")
     splits = [split for split in SPLITS if wanted in (split, "all")]
     console = Console(stderr=args.json, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("testing", total=None)
-        found = score(predictor, source, splits, lambda done, total: bar.update(task, completed=done, total=total))
+    with showing(Screen(console)):
+        found = score(predictor, source, splits)
     console.print(score_table(found))
     if unshown := [name for name, one in found["classes"].items() if not one["images"]]:
         console.print(f"no photograph shows: {', '.join(unshown)}", markup=False, soft_wrap=True)
@@ -103,8 +103,9 @@ def _changed(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
     """What is worth keeping: inference options other than those of the run. Another option would change nothing in
     the test and yet stand in the table."""
     method = build_method(config.method)
-    allowed = ", ".join(sorted(method.inference_options)) or f"{config.method['name']} has none"
-    if wrong := sorted(options.keys() - method.inference_options):
+    of_inference = method_options(type(method), "inference")
+    allowed = ", ".join(sorted(of_inference)) or f"{config.method['name']} has none"
+    if wrong := sorted(options.keys() - of_inference):
         raise UserError(f"--save keeps tests with other inference options, and {wrong[0]} is none; allowed: {allowed}")
     own = dataclasses.asdict(method.config)
     changed = {name: value for name, value in options.items() if value != own[name]}

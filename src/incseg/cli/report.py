@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import incseg
-from incseg.cli.settings import usual_settings
+from incseg.config import usual_settings
 from incseg.files import write_text
 from incseg.gallery import Models, report_blocks
 from incseg.report.chapters import increments_chapter, own_photographs, section_blocks, table_chapters, under_way

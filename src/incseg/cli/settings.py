@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -18,12 +17,9 @@ import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from incseg.cli.main import explain, nearest
-from incseg.engine.evaluator import EvalConfig
-from incseg.engine.rundir import read_config
-from incseg.engine.trainer import TrainConfig
-from incseg.experiment import DataConfig, RunConfig
-from incseg.methods import METHODS, find_method
-from incseg.models.segmenter import ModelConfig
+from incseg.config import GROUPS, RunConfig
+from incseg.engine.rundir import flatten, read_config
+from incseg.methods import find_method
 from incseg.names import unknown
 from incseg.presets import DEFAULT_METHOD, DEFAULT_PRESET, preset_for
 from incseg.types import UserError
@@ -40,7 +36,6 @@ _FREQUENT = (
     "--train.epochs", "--train.batch_size", "--train.lr", "--train.crop", "--eval.size",
 )  # fmt: skip
 """What --help shows; --help-all shows everything."""
-_GROUPS = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
 
 
 def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
@@ -55,7 +50,7 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     if method != config.get("method", {}).get("name", method):
         config["method"] = {"name": method}  # another method's options mean nothing to this one
     parser = run_parser(prog, description, method)
-    parser.set_defaults(_flat({**preset_for(preset, method), "preset": preset}))
+    parser.set_defaults(flatten({**preset_for(preset, method), "preset": preset}))
     if "-h" in tokens or "--help" in tokens:
         print(short_help(parser, description))
         raise SystemExit(0)
@@ -85,10 +80,10 @@ def resolve(settings: Mapping[str, Any], defaults: dict[str, Any] | None = None)
     else:
         method = defaults["method"]["name"]
     parser = run_parser("incseg", "", method)
-    parser.set_defaults(_flat(defaults))
+    parser.set_defaults(flatten(defaults))
     known = [action.dest for action in parser._actions if action.option_strings]
     for name in settings:
-        if name in (*_GROUPS, "method"):
+        if name in (*GROUPS, "method"):
             raise UserError(f"{name} is {settings[name]!r}; give its settings as a dict")
         if name not in known:
             raise UserError(f"unknown setting '{name}'{nearest(name, known)}")
@@ -101,7 +96,7 @@ def by_dotted_name(settings: Mapping[str, Any]) -> dict[str, Any]:
     They may be nested as in config.yaml, short as on the command line, and hold paths and NumPy's numbers.
     """
     short = {flag.removeprefix("--"): name.removeprefix("--") for flag, name in SHORT.items()}
-    flat = _flat(settings)
+    flat = flatten(dict(settings))
     return {
         short.get(name, name): os.fspath(value)
         if isinstance(value, os.PathLike)
@@ -115,15 +110,15 @@ def by_dotted_name(settings: Mapping[str, Any]) -> dict[str, Any]:
 def parse_extension(prog: str, defaults: dict[str, Any], tokens: Sequence[str]) -> RunConfig:
     """The configuration that begins with `defaults`, nested as in config.yaml, and is changed by flags."""
     parser = run_parser(prog, "", defaults["method"]["name"])
-    parser.set_defaults(_flat(defaults))
+    parser.set_defaults(flatten(defaults))
     return _run_config(_parse(parser, list(tokens)))
 
 
 def _run_config(values: dict[str, Any]) -> RunConfig:
     return RunConfig(
-        **{key: value for key, value in values.items() if key not in (*_GROUPS, "method")},
+        **{key: value for key, value in values.items() if key not in (*GROUPS, "method")},
         method=dict(values["method"]),
-        **{key: kind(**values[key]) for key, kind in _GROUPS.items()},  # type: ignore[arg-type]
+        **{key: kind(**values[key]) for key, kind in GROUPS.items()},
     )
 
 
@@ -153,21 +148,6 @@ def check_method_options(args: argparse.Namespace) -> None:
             raise UserError(f"unexpected '{token}'; options of the method are written --method.NAME=VALUE")
 
 
-def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What a run of this dataset, preset and method takes where nothing else is said, as config.yaml would hold it.
-
-    A method from outside is not imported for it, so that none of its options counts as usual.
-    """
-    method, data = config["method"]["name"], config["data"]["name"]
-    preset = config["preset"] or DEFAULT_PRESET.get(data, "shapes")
-    usual = {**RunConfig(preset=preset).as_dict(), "method": {"name": method}}
-    if method in METHODS:
-        usual["method"] |= dataclasses.asdict(METHODS[method].Config())
-    for key, value in preset_for(preset, method).items():
-        usual[key] = {**usual[key], **value} if isinstance(value, dict) else value
-    return usual
-
-
 def run_parser(prog: str, description: str, method: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
@@ -179,12 +159,12 @@ def run_parser(prog: str, description: str, method: str) -> ArgumentParser:
         add_help=False,
     )
     parser.add_argument("--help-all", action="help", help="this list; --help shows the settings that people change")
-    parser.add_class_arguments(RunConfig, as_group=False, skip={*_GROUPS, "method"})
+    parser.add_class_arguments(RunConfig, as_group=False, skip={*GROUPS, "method"})
     parser.add_argument(
         "--method.name", type=str, default=method, help="a method of incseg list, or package.module:Class"
     )
     parser.add_class_arguments(find_method(method).Config, "method")
-    for group, kind in _GROUPS.items():
+    for group, kind in GROUPS.items():
         parser.add_class_arguments(kind, group)
     return parser
 
@@ -194,7 +174,7 @@ def short_help(parser: ArgumentParser, description: str) -> str:
     width = min(shutil.get_terminal_size().columns, 100)
     short = {long: flag for flag, long in SHORT.items()}
     actions = {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
-    defaults = _flat(parser.get_defaults().as_dict())
+    defaults = flatten(parser.get_defaults().as_dict())
     lines = [f"usage: {parser.usage}", "", *textwrap.wrap(description, width), ""]
     rows = [("--config FILE", "settings from a run's config.yaml; flags win over it")]
     for long in _FREQUENT:
@@ -207,7 +187,7 @@ def short_help(parser: ArgumentParser, description: str) -> str:
     for flag, text in rows:
         first, rest = f"  {flag}".ljust(column), " " * column
         lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False)
-    others = " ".join(f"--{group}.*" for group in ("method", *_GROUPS))
+    others = " ".join(f"--{group}.*" for group in ("method", *GROUPS))
     return "\n".join([*lines, "", f"All settings, {others}, by group: {parser.prog} --help-all"])
 
 
@@ -281,7 +261,7 @@ def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
     for key in ("method", "data"):
         if isinstance(config.get(key), str):
             config[key] = {"name": config[key]}
-    for key in (*_GROUPS, "method"):
+    for key in (*GROUPS, "method"):
         if not isinstance(config.setdefault(key, {}), dict):
             raise UserError(f"{file}: '{key}' holds {config[key]!r}; write its settings indented under it")
     for group, key in (("method", "name"), ("data", "name"), (None, "preset")):
@@ -294,18 +274,13 @@ def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
 def _require_known_settings(parser: ArgumentParser, config: dict[str, Any], file: str) -> None:
     """An unknown key is told as the file has it, not as the flag it is read by."""
     known = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
-    for key in _flat(config):
+    for key in flatten(config):
         if key not in known:
             raise UserError(f"{file}: unknown setting '{key}'{nearest(key, known)}")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
 def _as_tokens(config: dict[str, Any]) -> list[str]:
     """A configuration file as flags, so that both are read, checked and complained about in one way."""
-    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in _flat(config).items()]
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in flatten(config).items()
+    ]

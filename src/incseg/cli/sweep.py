@@ -24,8 +24,8 @@ from incseg.engine.progress import figures_line
 from incseg.engine.queue import Job, Queue, State
 from incseg.engine.rundir import flatten
 from incseg.engine.workers import Workers
-from incseg.experiment import job_of
 from incseg.files import read_json, read_yaml
+from incseg.run import add_jobs, job_of
 from incseg.types import UserError
 
 HELP = "many runs (methods × tasks × settings × seeds) from a queue on disk; sweep status DIR tells how far they are"
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         print(slurm_script(args, argv), end="")
         return 0
     queue = Queue(args.out)
-    queue.add(jobs)
+    add_jobs(queue, jobs)
     if not queue.jobs():
         raise UserError(f"{args.out} has no runs to go on with; name some, such as --method evidential,mib --task 6-2")
     if args.retry:

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from incseg.cli.settings import parse_run
+from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.progress import figures_line, percent
 from incseg.engine.runtime import speaks
-from incseg.experiment import OWN_PHOTOGRAPHS, fit_size, train
+from incseg.run import fit_size, train
 
 HELP = "learn a task step by step; the same command goes on where a run was interrupted"
 

@@ -34,7 +34,7 @@ from incseg.data.folder import Folder
 from incseg.data.pixels import PixelCounts, as_seen_by, joined, pixel_counts
 from incseg.data.presence import Progress
 from incseg.data.source import SPLITS, Source, Split
-from incseg.types import BACKGROUND, IGNORE, DatasetInfo
+from incseg.types import BACKGROUND, IGNORE, DatasetInfo, UserError
 
 _BACKGROUND_NAMES = {"background", "bg", "none", "nothing"}
 _VOID_NAMES = {
@@ -68,6 +68,11 @@ class Meaning:
     faults: list[str]
     notes: list[str]
     pixels: dict[Split, PixelCounts]
+
+    def require_sound(self) -> None:
+        if self.faults:
+            more = f" (and {len(self.faults) - 1} more faults)" if len(self.faults) > 1 else ""
+            raise UserError(f"{self.faults[0]}{more}; incseg data check shows what the masks mean")
 
 
 def check_meaning(

@@ -74,6 +74,18 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
         sheet.save(temporary, format="PNG", pnginfo=mark, optimize=False)
 
 
+def write_sheet(source: Source, pixels: Mapping[Split, PixelCounts], file: Path) -> list[str]:
+    """Write a contact sheet of one's own photographs unless it is there; returns the lines to print about it."""
+    if not pixels or file.exists():
+        return []
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_sheet(contact_sheet(source, pixels), file)
+    except (UserError, OSError) as error:  # a picture to look at, not a reason to stop
+        return [f"no contact sheet was written ({error})"]
+    return [f"{file}: some photographs with their masks; look whether names and colours are right"]
+
+
 def require_own_sheet(path: Path) -> None:
     """Refuse a file that is not a contact sheet of ours, which would be lost."""
     if not path.is_file():

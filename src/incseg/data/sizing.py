@@ -9,12 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from incseg.data.pixels import PixelCounts
+from incseg.data.source import Source
 from incseg.data.transforms import frame_for
 
 CELLS = 3.0
 """Side of the median object on the feature map: below it objects are found, if at all, as blobs."""
 SMALL_SHARE = 0.25
 """Of the classes that may have smaller objects: one class of tiny things does not make all others slow."""
+OWN_SIZES = (224, 320, 448)
+"""Shorter sides that photographs may be trained at."""
+CELL = 16
+"""Pixels per cell of the feature map of the preset for own photographs."""
 _NEARLY = 0.95
 """Of CELLS is enough: twice the size would cost four times the time."""
 _MOST_NAMED = 6
@@ -54,6 +59,13 @@ def object_sides(pixels: PixelCounts, sizes: Sequence[tuple[int, int]], classes:
         if shown.any():
             found[name] = float(np.median(np.sqrt(areas[shown]) / shorter[shown]))
     return found
+
+
+def size_for(source: Source, pixels: PixelCounts) -> ChosenSize:
+    """Return the input size for a model that learns all classes of a dataset; `pixels` are of its training images."""
+    sizes = source.sizes("train")
+    sides = object_sides(pixels, sizes, dict(enumerate(source.info.classes, start=1)))
+    return choose_size(sides, OWN_SIZES, [*sizes, *source.sizes("val")], CELL)
 
 
 def choose_size(

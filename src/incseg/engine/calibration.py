@@ -1,4 +1,4 @@
-"""Calibration of new classes: how boldly a model says them, chosen on held-back images.
+"""Calibration of new classes: how boldly a model predicts them, chosen on held-back images.
 
 All scores of the new classes are shifted by one number. The rule is that of `incseg extend`: of the shifts under which
 the old classes keep their pixels outside new objects, the one with the best mean IoU of the new classes.
@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from incseg.data.feeds import Loaded, thinned
+from incseg.data.loaders import Loaded, thinned
 from incseg.engine.forgetting import MARGIN, near_new_objects, zero_counts
-from incseg.engine.progress import Reporter
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.methods.base import Judged, Method
@@ -26,22 +25,13 @@ _STRIDE = 4
 """Every fourth pixel in both directions is enough to choose by."""
 
 
-def calibrate(
-    model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter
-) -> float:
-    """Shift the scores of the newest classes by the best of SHIFTS; returns the shift.
+@torch.no_grad()
+def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime) -> Judged:
+    """Return the best of SHIFTS on these images, and what it reaches; the model stays as it is.
 
     The old classes' scores must be those of the model before: everything but the newest classifier and its head was
     frozen.
     """
-    chosen = judge(model, method, batches, runtime, reporter).shift
-    model.shift_newest(chosen)
-    return chosen
-
-
-@torch.no_grad()
-def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter) -> Judged:
-    """The best of SHIFTS on these images, and what it reaches; the model stays as it is."""
     model.eval()
     newest = model.increments[-1]
     form = model.closed_form
@@ -51,7 +41,7 @@ def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: 
     num_old = model.num_classes - num_new
     shifts = torch.tensor(SHIFTS, device=runtime.device)
     counts = [zero_counts(model.num_classes, num_old) for _ in SHIFTS]
-    for inputs, labels, indices in batches:
+    for inputs, labels, _ in batches:
         labels = thinned(labels, _STRIDE).to(runtime.device)
         with runtime.autocast():
             logits = model(runtime.move(inputs)).logits
@@ -61,7 +51,6 @@ def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: 
             for shift, counted in zip(shifts, counts, strict=True):
                 shifted = torch.cat([strip[:, :num_old], strip[:, num_old:] + shift], 1)
                 counted.add(before, method.predict(shifted, model.increments).labels, labels[:, rows], near[:, rows])
-        reporter.advance(len(indices))
     names = [name for increment in model.increments for name in increment.classes]
     figures = []
     for counted in counts:

@@ -1,20 +1,25 @@
-"""The state of a step under way, so that an interrupted run goes on to the same numbers."""
+"""Saved steps: the state of one that is in progress, so that an interrupted run goes on to the same numbers, and
+finished ones, with their model and what their method remembers."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from incseg.engine.progress import log
+from incseg.engine.rundir import STATE_FILE
 from incseg.engine.runtime import Runtime
 from incseg.files import read_tensors, write_tensors
 from incseg.methods.base import Method
+from incseg.models.files import load_segmenter
+from incseg.models.segmenter import Segmenter
 from incseg.types import UserError
 
 _SETTLING = 10
@@ -83,7 +88,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: Path, step: int, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, method: Method,
-    runtime: Runtime, say: Callable[[str], None],
+    runtime: Runtime,
 ) -> Progress:  # fmt: skip
     """Take up the checkpoint of `step` if there is one, else begin at the beginning; so too where it is damaged: the
     model before the step is the last good state, and leads to the same end."""
@@ -94,7 +99,7 @@ def load_checkpoint(
     except UserError as error:
         if not isinstance(error.__cause__, SafetensorError):
             raise
-        say(f"{path} is damaged ({error.__cause__}); step {step} begins again")
+        log.info(f"{path} is damaged ({error.__cause__}); step {step} begins again")
         return Progress()
     about = json.loads(metadata.get("checkpoint", "{}"))
     if about.get("step") != step:
@@ -112,11 +117,42 @@ def load_checkpoint(
             optimizer.state[parameter]["momentum_buffer"] = groups["momentum"][name].to(parameter.device)
     if about["scaler"]:
         scaler.load_state_dict(about["scaler"])
-    method.load_state({name: tensor.to(runtime.device) for name, tensor in groups["method"].items()})
+    method.load_state(_moved(groups["method"], runtime.device))
     torch.set_rng_state(groups["generator"][""])
     if "cuda" in groups["generator"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(groups["generator"]["cuda"])
     return Progress(**about["progress"])
+
+
+@dataclass
+class SavedStep:
+    """A finished step: its model, what its method remembers, and how it was trained.
+
+    about:  what the model file tells of its origin.
+    origin: the run folder or file that it comes from.
+    """
+
+    model: Segmenter
+    state: dict[str, Tensor]
+    about: dict[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    origin: str = ""
+
+    def restore(self, method: Method, device: torch.device) -> Segmenter:
+        """Give the method its state; returns the model, on the device."""
+        if self.state:
+            method.load_state(_moved(self.state, device))
+        return self.model.to(device)
+
+
+def load_step(file: Path) -> SavedStep:
+    """Load a finished step: a model file, and the state of its method from the file beside it."""
+    model, about = load_segmenter(file)
+    return SavedStep(model, read_tensors(file.with_name(STATE_FILE))[0], about, origin=str(file))
+
+
+def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from incseg.data.feeds import Feed
-from incseg.engine.progress import Reporter
+from incseg.data.loaders import Loaders
+from incseg.engine.progress import show_progress
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.losses.softmax import normalised_entropy
@@ -22,6 +22,7 @@ from incseg.metrics.continual import summary
 from incseg.metrics.uncertainty import BINS, grouped_score_counts, ranking
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Protocol, Step
+from incseg.settings import setting
 from incseg.types import BACKGROUND, IGNORE, UNSEEN, Prediction, UserError
 
 
@@ -35,9 +36,9 @@ class EvalConfig:
         workers: loader processes; empty for a choice by machine and data.
     """
 
-    size: int = 512
-    batch_size: int = 8
-    workers: int | None = None
+    size: int = setting(512, affects="inference")
+    batch_size: int = setting(8, affects="machine")
+    workers: int | None = setting(None, affects="machine")
 
     def __post_init__(self) -> None:
         for name, least in (("size", 0), ("batch_size", 1), ("workers", 0)):
@@ -89,11 +90,10 @@ class Evaluator:
     """
 
     protocol: Protocol
-    feed: Feed
+    loaders: Loaders
     counted: Sequence[Sequence[bool]]
     config: EvalConfig
     runtime: Runtime
-    reporter: Reporter
     unshown_is_zero: bool = True
     """Whether a class that is predicted and that no test image shows has an IoU of 0, or none."""
 
@@ -103,35 +103,34 @@ class Evaluator:
         model.eval()
         device = self.runtime.device
         counts = Counts.zero(model.num_classes + 1, device)
-        images = self.feed.test_images
+        images = self.loaders.test_images
         allowed = dict(zip(images, self.counted[step.index], strict=True))
         unseen = BACKGROUND if self.protocol.rules.unseen_at_test == "background" else IGNORE
         mine, size = self.runtime.share(range(len(images))), self.config.batch_size if self.config.size else 1
-        self.reporter.begin(f"test {step.index}/{len(self.protocol.steps) - 1}", len(images))
-        for inputs, labels, indices in self.feed.testing(step, mine, size):
-            labels = labels.to(device, non_blocking=True)
-            in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
-            with self.runtime.autocast():
-                logits = model(self.runtime.move(inputs)).logits
-            if not bool(logits.isfinite().all()):
-                raise UserError(
-                    f"step {step.index}: the model's scores are not finite, so its training has diverged; lower the "
-                    "learning rate or set --train.clip 1, with another --out"
-                )
-            for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
-                target = labels[:, rows]
-                first = -rows.start % SCORE_STRIDE
-                some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
-                thinned = method.predict(strip[some].contiguous(), model.increments)  # twice as fast as strided
-                if step.future:
-                    _count_scores(counts.scores, thinned, target[some])
-                found = method.predict(strip, model.increments).labels
-                target = torch.where(target == UNSEEN, unseen, target)
-                target = torch.where(in_matrix, target, IGNORE)
-                _count_claims(counts.claims, thinned, target[some])
-                counts.confusion += confusion_counts(found, target, model.num_classes + 1)
-            self.reporter.advance(len(indices) * self.runtime.world)
-        self.reporter.end()
+        with show_progress(f"test {step.index}/{len(self.protocol.steps) - 1}", len(images)) as advance:
+            for inputs, labels, indices in self.loaders.testing(step, mine, size):
+                labels = labels.to(device, non_blocking=True)
+                in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
+                with self.runtime.autocast():
+                    logits = model(self.runtime.move(inputs)).logits
+                if not bool(logits.isfinite().all()):
+                    raise UserError(
+                        f"step {step.index}: the model's scores are not finite, so its training has diverged; lower "
+                        "the learning rate or set --train.clip 1, with another --out"
+                    )
+                for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
+                    target = labels[:, rows]
+                    first = -rows.start % SCORE_STRIDE
+                    some = (..., slice(first, None, SCORE_STRIDE), slice(None, None, SCORE_STRIDE))
+                    thinned = method.predict(strip[some].contiguous(), model.increments)  # twice as fast as strided
+                    if step.future:
+                        _count_scores(counts.scores, thinned, target[some])
+                    found = method.predict(strip, model.increments).labels
+                    target = torch.where(target == UNSEEN, unseen, target)
+                    target = torch.where(in_matrix, target, IGNORE)
+                    _count_claims(counts.claims, thinned, target[some])
+                    counts.confusion += confusion_counts(found, target, model.num_classes + 1)
+                advance(len(indices) * self.runtime.world)
         return counts.reduce(self.runtime)
 
     def figures(self, counts: Counts, step: Step) -> dict[str, Any]:

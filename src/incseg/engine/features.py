@@ -19,7 +19,7 @@ from incseg.data.features import FeatureStore, Layout, StoreUnwritable, require_
 from incseg.data.source import Source, Split
 from incseg.data.transforms import shown_at
 from incseg.data.views import StepView, batches, in_order
-from incseg.engine.progress import Reporter
+from incseg.engine.progress import Advance, log, show_progress
 from incseg.engine.runtime import Runtime
 from incseg.files import tensors_digest
 from incseg.models.segmenter import Segmenter
@@ -77,48 +77,45 @@ class Wanted:
         return f"features of {self.store.key['dataset']} {self.store.key['split']}"
 
 
-def fill(wanted: Sequence[Wanted], model: Segmenter, source: Source, runtime: Runtime, reporter: Reporter) -> None:
+def fill(wanted: Sequence[Wanted], model: Segmenter, source: Source, runtime: Runtime) -> None:
     """Compute the blocks that are missing or damaged, each process its share.
 
     Afterwards this process has mapped its share, which may then be deleted while the run goes on. Raises
     StoreUnwritable, in all processes alike, where one of them cannot write.
     """
-    missing = [_checked(part, runtime, reporter) for part in wanted]
+    missing = [_checked(part, runtime) for part in wanted]
     unfinished = [(part, mine) for part, mine in zip(wanted, missing, strict=True) if runtime.any(bool(mine))]
     with contextlib.ExitStack() as held:
         with _failing_together(runtime):
             if runtime.is_main:
                 for part, _ in unfinished:
                     waiting = f"waiting for another run that is making the {part.name}"
-                    held.enter_context(part.store.building(partial(reporter.say, waiting)))
-        jobs = [(part, _still_missing(part.store, mine, reporter)) for part, mine in unfinished]
+                    held.enter_context(part.store.building(partial(log.info, waiting)))
+        jobs = [(part, _still_missing(part.store, mine)) for part, mine in unfinished]
         totals = [_total(part.store, mine, runtime) for part, mine in jobs]
         require_space([part.store for part, _ in jobs], totals)
         for (part, mine), total in zip(jobs, totals, strict=True):
-            reporter.begin(f"{part.name}, once", total)
-            with _failing_together(runtime):
-                for block, maps, masks in _computed(part, mine, model, source, runtime, reporter):
+            with show_progress(f"{part.name}, once", total) as advance, _failing_together(runtime):
+                for block, maps, masks in _computed(part, mine, model, source, runtime, advance):
                     part.store.write(block, maps, masks)
-            reporter.end()
     for part in wanted:
         part.store.mark_used()
 
 
-def _checked(part: Wanted, runtime: Runtime, reporter: Reporter) -> list[int]:
+def _checked(part: Wanted, runtime: Runtime) -> list[int]:
     """The blocks of this process's share that are not there, or damaged."""
     mine = runtime.share(part.store.blocks_of(part.images))
-    reporter.begin(f"checking the {part.name}", len(mine))
-    missing, _ = part.store.missing(mine, progress=lambda done, total: reporter.advance())
-    reporter.end()
+    with show_progress(f"checking the {part.name}", len(mine)) as advance:
+        missing, _ = part.store.missing(mine, progress=lambda done, total: advance())
     return missing
 
 
-def _still_missing(store: FeatureStore, blocks: list[int], reporter: Reporter) -> list[int]:
+def _still_missing(store: FeatureStore, blocks: list[int]) -> list[int]:
     """Another run may have made some of the blocks while we waited for it."""
     missing, damaged = store.missing(blocks)
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        reporter.say(f"damaged in the feature cache and made again: {damaged[0]}{more}")
+        log.info(f"damaged in the feature cache and made again: {damaged[0]}{more}")
     return missing
 
 
@@ -128,7 +125,7 @@ def _total(store: FeatureStore, blocks: list[int], runtime: Runtime) -> int:
 
 
 def _computed(
-    part: Wanted, blocks: list[int], model: Segmenter, source: Source, runtime: Runtime, reporter: Reporter
+    part: Wanted, blocks: list[int], model: Segmenter, source: Source, runtime: Runtime, advance: Advance
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(block, maps, masks) of each of the blocks."""
     store = part.store
@@ -142,7 +139,7 @@ def _computed(
         for pixels, labels, _ in itertools.islice(loaded, math.ceil(len(store.images_of(block)) / _BATCH)):
             maps.append(_views(model, pixels.to(runtime.device), store.layout.flips))
             masks.append(labels.numpy())
-            reporter.advance(len(labels) * runtime.world)
+            advance(len(labels) * runtime.world)
         yield block, np.concatenate(maps), np.concatenate(masks)
 
 

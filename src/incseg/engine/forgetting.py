@@ -10,57 +10,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.data.feeds import Feed, Loaded
+from incseg.data.loaders import Loaded, Loaders
+from incseg.engine.checkpoint import load_step
 from incseg.engine.evaluator import EvalConfig
-from incseg.engine.progress import Reporter
+from incseg.engine.progress import with_progress
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.files import read_json, read_tensors, write_json
+from incseg.files import read_json, write_json
 from incseg.losses.pixelwise import row_strips_of_all
 from incseg.methods import build_method
 from incseg.methods.base import Method
 from incseg.metrics.confusion import confusion_counts, iou
-from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Step
 from incseg.types import BACKGROUND, IGNORE, UNSEEN
 
 
 def measure_forgetting(
-    folder: RunDir, step: Step, feed: Feed, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime,
-    reporter: Reporter,
+    folder: RunDir, step: Step, loaders: Loaders, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime
 ) -> dict[str, Any]:  # fmt: skip
     """Compare the models of step 0 and of `step`; what is found is saved in the run folder and measured once.
 
     On the held-back images or, where the dataset has none, on the step's training images.
     """
     digest = folder.row_digest(step.index)
-    found = read_json(folder.changes) if folder.changes.exists() else {}
+    found = read_json(folder.forgetting) if folder.forgetting.exists() else {}
     if found.get("row_digest") != digest:
         models = [_saved(folder, index, method_settings, runtime) for index in (0, step.index)]
-        held_out = bool(feed.test_images)
+        held_out = bool(loaders.test_images)
         if held_out:
-            batches = feed.testing(step, range(len(feed.test_images)), config.batch_size if config.size else 1)
+            batches = loaders.testing(step, range(len(loaders.test_images)), config.batch_size if config.size else 1)
         else:  # with all the labels that a test would have
-            batches = feed.plain(replace(step, train_table=step.test_table), config.batch_size)
-        reporter.begin("before and after", len(feed.test_images) or len(feed.train_images[step.index]))
-        found = {"row_digest": digest, "held_out": held_out, **compare_models(models, batches, runtime, reporter)}
-        reporter.end()
-        write_json(folder.changes, found)
+            batches = loaders.plain(replace(step, train_table=step.test_table), config.batch_size)
+        total = len(loaders.test_images) or len(loaders.train_images[step.index])
+        compared = compare_models(models, with_progress(batches, "before and after", total), runtime)
+        found = {"row_digest": digest, "held_out": held_out, **compared}
+        write_json(folder.forgetting, found)
     return found
 
 
 def _saved(folder: RunDir, step: int, settings: dict[str, Any], runtime: Runtime) -> tuple[Segmenter, Method]:
     method = build_method(settings)
-    state, _ = read_tensors(folder.state(step))
-    method.load_state({name: tensor.to(runtime.device) for name, tensor in state.items()})
-    model, _ = load_segmenter(folder.model(step), runtime.device)
-    return model, method
+    return load_step(folder.model(step)).restore(method, runtime.device), method
 
 
 @torch.no_grad()
 def compare_models(
-    models: Sequence[tuple[Segmenter, Method]], batches: Iterable[Loaded], runtime: Runtime, reporter: Reporter
+    models: Sequence[tuple[Segmenter, Method]], batches: Iterable[Loaded], runtime: Runtime
 ) -> dict[str, Any]:
     """Predict with the (model, method) before and after, on batches with all labels known to the one after; for JSON.
 
@@ -72,7 +68,7 @@ def compare_models(
     """
     (before, _), (after, _) = models
     counted = zero_counts(after.num_classes, before.num_classes)
-    for inputs, labels, indices in batches:
+    for inputs, labels, _ in batches:
         counted.add_images(labels)
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
         with runtime.autocast():
@@ -84,7 +80,6 @@ def compare_models(
                 for strip, (model, method) in zip(strips, models, strict=True)
             )
             counted.add(first, second, labels[:, rows], near[:, rows])
-        reporter.advance(len(indices))
     return counted.summary([name for increment in after.increments for name in increment.classes])
 
 

@@ -1,80 +1,64 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines elsewhere, and the log file."""
+"""What a person sees of a run: log lines, tables, and how far the work is.
+
+Everything is logged by the logger "incseg". A `Screen` is its handler for people, and log.txt of the run folder gets
+the same lines. `show_progress` shows a bar on a terminal, and elsewhere logs a line now and then.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from incseg.data.loaders import Loaded
+from incseg.engine.runtime import speaks
 from incseg.metrics.continual import FIGURES
+
+log = logging.getLogger("incseg")
+log.setLevel(logging.INFO)
 
 _LINE_SECONDS = 15.0
 ClassImages = Mapping[str, tuple[int, int]]
 """For each class the training and test images that show it."""
 
 
-class Reporter(ABC):
-    """Tells how far a run is. Tasks are counted: `begin` one, `advance` it, `end` it."""
+class Advance(Protocol):
+    """Report that so much more is done."""
 
-    @abstractmethod
-    def say(self, text: str) -> None: ...
-
-    @abstractmethod
-    def rows(
-        self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
-    ) -> None:
-        """The table of steps so far; with `class_images` one row per class instead, as the last step tests it."""
-
-    @abstractmethod
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
-
-    @abstractmethod
-    def advance(self, amount: int = 1, detail: str = "") -> None: ...
-
-    @abstractmethod
-    def end(self) -> None: ...
-
-    def close(self) -> None:
-        """Put the terminal right again."""
+    def __call__(self, amount: int = 1, detail: str = "") -> None: ...
 
 
-class Silent(Reporter):
-    """For the processes that do not speak."""
+@dataclass
+class Task:
+    """Work whose progress is shown: `done` of `total` things, `first` of them done before it began."""
 
-    def say(self, text: str) -> None:
-        pass
-
-    def rows(
-        self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
-    ) -> None:
-        pass
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        pass
-
-    def advance(self, amount: int = 1, detail: str = "") -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+    what: str
+    total: int
+    done: int
+    first: int
+    started: float
+    last_line: float
+    bar: TaskID | None = None
 
 
-class Screen(Reporter):
-    """A terminal with a bar, or, where there is none, a line every quarter of a minute."""
+class Screen(logging.Handler):
+    """Shows log lines, tables and progress on a console, by default the terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
         self.console = console or Console(highlight=False)
-        self._log: TextIO | None = None
-        self._live = self.console.is_terminal
-        self._progress = Progress(
+        self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
@@ -85,65 +69,135 @@ class Screen(Reporter):
             console=self.console,
             transient=True,
         )
-        self._task: TaskID | None = None
-        self._what, self._total, self._done, self._first = "", 0, 0, 0
-        self._started = self._spoken = 0.0
 
-    def log_to(self, path: Path) -> None:
-        """Copy what is said to a file, behind what it holds already."""
-        self._log = path.open("a", encoding="utf-8")
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
-        self._write(text)
-
-    def rows(
-        self, title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
-    ) -> None:
-        table = step_table(title, rows) if class_images is None else class_table(rows[-1], class_images)
+    def emit(self, record: logging.LogRecord) -> None:
+        table = getattr(record, "table", None)
+        if table is None:
+            self.console.print(record.getMessage(), markup=False, soft_wrap=True)
+            return
         self.console.print(table)
-        for note in notes:
+        for note in record.notes:  # type: ignore[attr-defined]
             self.console.print(f"  {note}", markup=False, style="dim", soft_wrap=True)
-        for line in never_predicted(rows[-1], class_images or {}):
-            self.say(line)
-        for row in rows[-1:]:
-            self._write(f"step {row['index']}: " + figures_line(row))
 
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._what, self._total, self._done, self._first = what, total, done, done
-        self._started = self._spoken = time.monotonic()
-        if self._live:
-            self._progress.start()
-            self._task = self._progress.add_task(what, total=total, completed=done, detail="")
+    def begin(self, what: str, total: int, done: int = 0) -> Task:
+        now = time.monotonic()
+        task = Task(what, total, done, done, now, now)
+        if self.console.is_terminal:
+            self._bars.start()
+            task.bar = self._bars.add_task(what, total=total, completed=done, detail="")
+        return task
 
-    def advance(self, amount: int = 1, detail: str = "") -> None:
-        self._done += amount
-        if self._task is not None:
-            self._progress.update(self._task, advance=amount, detail=detail)
+    def advance(self, task: Task, amount: int = 1, detail: str = "") -> None:
+        task.done += amount
+        if task.bar is not None:
+            self._bars.update(task.bar, advance=amount, detail=detail)
             return
         now = time.monotonic()
-        if now - self._spoken >= _LINE_SECONDS:
-            self._spoken = now
-            rate = (self._done - self._first) / (now - self._started)
-            left = timedelta(seconds=round((self._total - self._done) / rate)) if rate else "?"
-            self.say(f"{self._what}  {self._done}/{self._total}  ETA {left}  {detail}".rstrip())
+        if now - task.last_line >= _LINE_SECONDS:
+            task.last_line = now
+            rate = (task.done - task.first) / (now - task.started)
+            left = timedelta(seconds=round((task.total - task.done) / rate)) if rate else "?"
+            log.info(f"{task.what}  {task.done}/{task.total}  ETA {left}  {detail}".rstrip())
 
-    def end(self) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._progress.stop()
-            self._task = None
+    def end(self, task: Task) -> None:
+        if task.bar is not None:
+            self._bars.remove_task(task.bar)
+            if not self._bars.tasks:
+                self._bars.stop()
 
-    def close(self) -> None:
-        self.end()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
 
-    def _write(self, text: str) -> None:
-        if self._log is not None:
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
-            self._log.flush()
+@contextlib.contextmanager
+def showing(screen: Screen | None = None) -> Iterator[None]:
+    """Show log lines and progress on a screen, by default the terminal.
+
+    Inside another `showing`, the outer one stays as it is. Processes other than the first log nothing.
+    """
+    if not speaks():
+        before, log.disabled = log.disabled, True
+        try:
+            yield
+        finally:
+            log.disabled = before
+    elif _installed() is not None:
+        yield
+    else:
+        with _handled_by(screen or Screen()):
+            yield
+
+
+@contextlib.contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Append what is logged to a file."""
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
+    with _handled_by(handler):
+        yield
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
+
+
+@contextlib.contextmanager
+def _handled_by(handler: logging.Handler) -> Iterator[None]:
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def _installed() -> Screen | None:
+    return next((handler for handler in log.handlers if isinstance(handler, Screen)), None)
+
+
+@contextlib.contextmanager
+def show_progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
+    """Show how far some work is: call what this yields with each part that is done."""
+    screen = _installed()
+    if screen is None or log.disabled:
+        yield lambda amount=1, detail="": None
+        return
+    task = screen.begin(what, total, done)
+    try:
+        yield partial(screen.advance, task)
+    finally:
+        screen.end(task)
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback (done, total) that shows progress; nothing is shown where it is never called."""
+    with contextlib.ExitStack() as stack:
+        advance: list[Advance] = []
+
+        def count(done: int, total: int) -> None:
+            if not advance:
+                advance.append(stack.enter_context(show_progress(what, total)))
+            advance[0]()
+
+        yield count
+
+
+def with_progress(batches: Iterable[Loaded], what: str, total: int) -> Iterator[Loaded]:
+    """Yield the batches, and show how many of their `total` images are done."""
+    with show_progress(what, total) as advance:
+        for batch in batches:
+            yield batch
+            advance(len(batch[2]))
+
+
+def log_rows(
+    title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
+) -> None:
+    """Log the last row; on a screen, show a table of all, or with `class_images` one row per class of the last."""
+    last = rows[-1]
+    table = step_table(title, rows) if class_images is None else class_table(last, class_images)
+    log.info(f"step {last['index']}: {figures_line(last)}", extra={"table": table, "notes": list(notes)})
+    for line in never_predicted(last, class_images or {}):
+        log.warning(line, extra={"table": None})
 
 
 def percent(value: float | None) -> str:

@@ -29,9 +29,8 @@ from typing import Any, Literal
 
 import yaml
 
-from incseg.engine.rundir import RunDir, differing_settings, read_config
+from incseg.engine.rundir import RunDir, read_config
 from incseg.files import FolderLock, read_json, write_json, write_text
-from incseg.types import UserError
 
 BEAT_SECONDS = 15.0
 STALE_SECONDS = 180.0  # network disks may show a file's time a minute late
@@ -108,19 +107,13 @@ class Queue:
         self._seen: dict[Path, tuple[int, float, bool]] = {}
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Put jobs behind those that are there; one that is there already must be the same."""
-        known = {job.name: job for job in self.jobs()}
+        """Put jobs behind those that are there; one that is there already stays as it is."""
+        known = {job.name for job in self.jobs()}
         for order, job in enumerate(jobs, start=len(known)):
-            self.run(job.name).check_same(job.config)
-            folder, there = self.folder(job.name), known.get(job.name)
-            if there is not None and (differing := differing_settings(there.config, job.config)):
-                raise UserError(
-                    f"{job.name} is in the queue with other settings ({differing}); choose another --out, or delete "
-                    f"{folder}"
-                )
-            if there is None:
+            if job.name not in known:
                 write_text(self.config(job.name), yaml.safe_dump(job.config, sort_keys=False, allow_unicode=True))
-                write_json(folder / "job.json", {"order": order, "name": job.name, "base": job.base})
+                about = {"order": order, "name": job.name, "base": job.base}
+                write_json(self.folder(job.name) / "job.json", about)
 
     def jobs(self) -> list[Job]:
         """All of them, in the order in which they were added."""

@@ -7,7 +7,7 @@ log.txt                 what was printed
 steps/K/model.safetensors, state.safetensors, confusion.npy, row.json (written last: the step is done)
 checkpoint.safetensors  the step under way
 results.json            the end: final figures, every step's row, rules, seconds
-changes.json            of a run that began with a model: what it did to the classes that the model knew
+forgetting.json         of a warm start: what the run did to the classes that its model knew
 photographs.png         of one's own photographs: a contact sheet, some with their masks
 tries/NAME/             of incseg extend: the runs of all recipes that were tried; the best is the run itself
 retests/NAME.json       a step tested again with other inference options (incseg eval --save)
@@ -17,12 +17,13 @@ tensorboard/            where tensorboard is installed
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +35,8 @@ import incseg
 from incseg.files import FolderLock, read_record, read_yaml, write_json, write_text
 from incseg.types import UserError
 
-MAY_DIFFER = {
-    "out",
-    "preset",
-    "threads",
-    "reuse",
-    "table",
-    "data.cache",
-    "train.workers",
-    "train.checkpoint_seconds",
-    "eval.workers",
-}
-"""Settings that change nothing in the result, and so may change when a run goes on."""
-
-BEFORE = {
-    "data.fit": "crop",
-    "data.empty": "leave_out",
-    "train.own_head": False,
-    "train.calibrate": False,
-    "method.class_weight": 0.0,
-    "method.positive_weight": 1.0,
-}
-"""What a run did that was begun before there was such a setting: it goes on."""
+STATE_FILE = "state.safetensors"
+"""What a method remembers after a step, beside the step's model."""
 
 KEPT_SUFFIX = ".run.json"
 """Of a file that was kept of a run (report/kept.py): its figures, without models."""
@@ -93,12 +74,18 @@ class RunDir:
         return self.root / "environment.json"
 
     @property
-    def changes(self) -> Path:
-        return self.root / "changes.json"
+    def forgetting(self) -> Path:
+        """Where the forgetting of a warm start is measured; runs before version 0.2 have it under another name."""
+        old = self.root / "changes.json"
+        return old if old.exists() else self.root / "forgetting.json"
 
     @property
     def retests(self) -> Path:
         return self.root / "retests"
+
+    @property
+    def sheet(self) -> Path:
+        return self.root / "photographs.png"
 
     @property
     def log(self) -> Path:
@@ -108,7 +95,7 @@ class RunDir:
         return self.root / "steps" / str(step) / "model.safetensors"
 
     def state(self, step: int) -> Path:
-        return self.root / "steps" / str(step) / "state.safetensors"
+        return self.root / "steps" / str(step) / STATE_FILE
 
     def confusion(self, step: int) -> Path:
         return self.root / "steps" / str(step) / "confusion.npy"
@@ -131,16 +118,22 @@ class RunDir:
     def rows(self) -> list[dict[str, Any]]:
         return [read_record(self.row(step)) for step in self.steps_done()]
 
-    def open(self, config: dict[str, Any]) -> None:
-        """Begin or go on: take the lock, and see that the folder belongs to this very configuration."""
-        try:
+    def lock(self) -> None:
+        """Make the folder if need be, and hold it until `close`: one process at a time works in it."""
+        with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             for left in self.root.rglob(".*.tmp"):  # what a killed process was writing
                 left.unlink(missing_ok=True)
-            self.check_same(config)
-            if not self.started:  # also where nothing was learnt yet: a first try must not spoil the name
-                write_text(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        with self._writing():
+            write_text(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise UserError(f"cannot write the run folder {self.root} ({error}); choose another with --out") from error
 
@@ -162,13 +155,6 @@ class RunDir:
             holder = lock.holder() or "another process"
             raise UserError(f"{self.root} is in use by {holder}; wait for it, stop it, or choose another --out")
         self._lock = lock
-
-    def check_same(self, config: dict[str, Any]) -> None:
-        """Refuse to go on, where something was learnt, with settings that would have given another result."""
-        if self.started and (differing := differing_settings(read_config(self.config), config)):
-            raise UserError(
-                f"{self.root} holds a run with other settings ({differing}); choose another --out, or delete the folder"
-            )
 
     def write_environment(self, runtime: dict[str, object]) -> None:
         write_json(self.environment, {**environment(), **runtime})
@@ -273,14 +259,6 @@ def read_config(path: Path, *groups: str) -> dict[str, Any]:
         if not isinstance(value[group], dict):
             raise UserError(f"{path} holds {value[group]!r} in place of the settings of '{group}'; restore it")
     return value
-
-
-def differing_settings(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """In words, the first settings of two configurations that change a result and are not the same; else nothing."""
-    now = flatten(here)
-    was = {**{key: value for key, value in BEFORE.items() if key in now}, **flatten(there)}
-    keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key) and key not in MAY_DIFFER)
-    return ", ".join(f"{key} was {was.get(key)!r}, now {now.get(key)!r}" for key in keys[:3])
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

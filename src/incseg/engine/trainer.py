@@ -16,23 +16,24 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from incseg.data.feeds import Feed
+from incseg.data.loaders import Loaders
 from incseg.data.views import EpochOrder
 from incseg.engine.calibration import judge
-from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
+from incseg.engine.checkpoint import Progress, SavedStep, load_checkpoint, load_step, save_checkpoint
 from incseg.engine.evaluator import Evaluator
-from incseg.engine.progress import Reporter
+from incseg.engine.progress import log, log_rows, show_progress, with_progress
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
-from incseg.engine.steps import Kept, StepStore
+from incseg.engine.step_cache import StepCache
 from incseg.engine.tensorboard import TensorBoard
-from incseg.files import read_tensors, write_array, write_record, write_tensors
+from incseg.files import write_array, write_record, write_tensors
 from incseg.methods.base import Judged, Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
-from incseg.models.files import load_segmenter, save_segmenter
+from incseg.models.files import save_segmenter
 from incseg.models.fusion import fuse, fusion_share
 from incseg.models.segmenter import Frozen, Segmenter
 from incseg.protocol import Protocol, Step
+from incseg.settings import setting
 from incseg.types import Batch, Increment, Inputs, Output, UserError
 
 Fast = Literal["channels_last", "compile", "fused"]
@@ -80,27 +81,27 @@ class TrainConfig:
     """
 
     epochs: int = 30
-    epochs_later: int | None = None
+    epochs_later: int | None = setting(None, affects="later")
     batch_size: int = 20
     accumulate: int | None = None
     lr: float = 0.01
-    lr_later: float = 0.001
+    lr_later: float = setting(0.001, affects="later")
     momentum: float = 0.9
     weight_decay: float = 1e-4
     power: float = 0.9
-    frozen_later: Frozen = "nothing"
-    own_head: bool = False
-    calibrate: bool = False
+    frozen_later: Frozen = setting("nothing", affects="later")
+    own_head: bool = setting(False, affects="later")
+    calibrate: bool = setting(False, affects="later")
     crop: int = 512
     scale: tuple[float, float] | None = (0.5, 2.0)
     label_stride: int = 1
     flip: bool = True
     clip: float | None = None
-    clip_later: float | None = None
+    clip_later: float | None = setting(None, affects="later")
     fast: tuple[Fast, ...] | None = None
-    fusion: Literal["ewf"] | None = None
-    workers: int | None = None
-    checkpoint_seconds: float = 120.0
+    fusion: Literal["ewf"] | None = setting(None, affects="later")
+    workers: int | None = setting(None, affects="machine")
+    checkpoint_seconds: float = setting(120.0, affects="machine")
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -147,7 +148,7 @@ class Trainer:
     """Everything a run needs, as objects; `run` goes from where the run folder stands to the end."""
 
     protocol: Protocol
-    feed: Feed
+    loaders: Loaders
     evaluator: Evaluator
     method: Method
     model: Segmenter
@@ -155,9 +156,8 @@ class Trainer:
     seed: int
     runtime: Runtime
     folder: RunDir
-    reporter: Reporter
     board: TensorBoard
-    steps: StepStore
+    cache: StepCache
     about: dict[str, Any]
     """What the model files tell about their origin."""
     title: str = ""
@@ -165,7 +165,7 @@ class Trainer:
     """What is printed above and below the table of steps."""
     class_images: Mapping[str, tuple[int, int]] | None = None
     """For a table with one row per class: the training and test images that show each."""
-    start: Kept | None = None
+    warm_start: SavedStep | None = None
     """Step 0, where it was learnt elsewhere."""
 
     def run(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Trainer:
             )
         done = len(self.folder.steps_done())
         if done == len(self.protocol.steps):
-            self.reporter.say(f"{self.folder.root} is finished; nothing is left to learn")
+            log.info(f"{self.folder.root} is finished; nothing is left to learn")
         elif done:
             self._take_up(done - 1)
         for step in self.protocol.steps[done:]:
@@ -189,38 +189,32 @@ class Trainer:
 
     def _take_up(self, step: int) -> None:
         try:
-            self.model, _ = load_segmenter(self.folder.model(step), self.runtime.device)
+            self.model = load_step(self.folder.model(step)).restore(self.method, self.runtime.device)
         except UserError as error:
             raise UserError(
                 f"{error}, or delete it and the row.json beside it, and the same command learns step {step} again"
             ) from error
-        state, _ = read_tensors(self.folder.state(step))
-        self._load_state(state)
-        self.reporter.say(f"going on after step {step} in {self.folder.root}")
+        log.info(f"going on after step {step} in {self.folder.root}")
 
     def _learn(self, step: Step) -> dict[str, Any]:
         seed_everything(self.seed, step.index)
-        images = self.feed.train_images[step.index]
+        images = self.loaders.train_images[step.index]
         so_far = self.protocol.steps[: step.index + 1]
-        kept = self.start if step.index == 0 else None
+        kept = self.warm_start if step.index == 0 else None
         if kept is None:
             if not images:
                 raise UserError(
                     f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol"
                 )
-            kept = self.steps.find(so_far, self.feed.train_images)
-            if self.steps.root is not None and self.runtime.any(kept is None):
+            kept = self.cache.find(so_far, self.loaders.train_images)
+            if self.cache.root is not None and self.runtime.any(kept is None):
                 kept = None  # another run may keep the step while our processes look: all take it, or all train
             if kept is not None:
-                self.reporter.say(
-                    f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there"
-                )
+                log.info(f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there")
         to_keep = kept is None
         if kept is not None:
-            self.model, progress = kept.model.to(self.runtime.device), kept.progress
-            if kept.state:
-                self._load_state(kept.state)
-            to_keep = self.method.complete(self._context(step, None)) and kept is not self.start
+            self.model, progress = kept.restore(self.method, self.runtime.device), kept.progress
+            to_keep = self.method.complete(self._context(step, None)) and kept is not self.warm_start
         elif self.method.solves(step):
             progress = self._solve(step)
         else:
@@ -244,7 +238,7 @@ class Trainer:
             write_tensors(self.folder.state(step.index), self.method.state(), {})
             write_array(self.folder.confusion(step.index), counts.confusion.numpy())
             if to_keep:
-                self.steps.keep(so_far, self.feed.train_images, self.folder, progress)
+                self.cache.keep(so_far, self.loaders.train_images, self.folder, progress)
         return row
 
     def _train(self, step: Step) -> Progress:
@@ -255,7 +249,7 @@ class Trainer:
         # A model that stays as it is needs no teacher: there is nothing to forget.
         teacher = self.model.frozen_copy() if step.index and self.train.frozen_later != "model" else None
         head = len(self.model.heads) + 1 if own_head else 0
-        self.model.grow(Increment(step.names, step.new, len(self.feed.train_images[step.index]), head))
+        self.model.grow(Increment(step.names, step.new, len(self.loaders.train_images[step.index]), head))
         self.model.to(self.runtime.device).train()
         if self.train.uses("channels_last"):
             for network in (self.model, teacher):
@@ -291,26 +285,20 @@ class Trainer:
             inputs=self._inputs,
             total=self.runtime.sum,
             share=self.runtime.share,
-            say=self.reporter.say,
-            label_counts=lambda: self.feed.label_counts(step),
-            num_images=len(self.feed.train_images[step.index]),
+            say=log.info,
+            label_counts=lambda: self.loaders.label_counts(step),
+            num_images=len(self.loaders.train_images[step.index]),
         )
 
     def _may_look(self, step: Step) -> bool:
         """Whether held-back images may help to choose how boldly new classes are predicted."""
         frozen = self.train.frozen_later == "model" and step.index > 0
-        return self.train.calibrate and frozen and bool(self.feed.test_images)
+        return self.train.calibrate and frozen and bool(self.loaders.test_images)
 
     def _judge(self, step: Step) -> Judged:
-        images, config = len(self.feed.test_images), self.evaluator.config
-        self.reporter.begin("calibrating", images)
-        batches = self.feed.testing(step, range(images), config.batch_size if config.size else 1)
-        found = judge(self.model, self.method, batches, self.runtime, self.reporter)
-        self.reporter.end()
-        return found
-
-    def _load_state(self, state: dict[str, Tensor]) -> None:
-        self.method.load_state({name: tensor.to(self.runtime.device) for name, tensor in state.items()})
+        images, config = len(self.loaders.test_images), self.evaluator.config
+        batches = self.loaders.testing(step, range(images), config.batch_size if config.size else 1)
+        return judge(self.model, self.method, with_progress(batches, "calibrating", images), self.runtime)
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
         """Train the step, or the rest of it; Ctrl-C saves it first."""
@@ -334,7 +322,6 @@ class Trainer:
             scaler,
             self.method,
             self.runtime,
-            self.reporter.say,
         )
         order = self._order(step, epochs, progress.iteration)
         per_epoch, total = order.batches_per_epoch, order.batches_per_epoch * epochs
@@ -349,16 +336,16 @@ class Trainer:
                     self.folder.checkpoint, step.index, progress, self.model, optimizer, scaler, self.method
                 )
 
-        self.reporter.begin(f"step {step.index}/{len(self.protocol.steps) - 1}", total, progress.iteration)
-        with _interruptible() as stop:
-            for inputs, labels, _ in self.feed.training(step, order):
+        what = f"step {step.index}/{len(self.protocol.steps) - 1}"
+        with show_progress(what, total, progress.iteration) as advance, _interruptible() as stop:
+            for inputs, labels, _ in self.loaders.training(step, order):
                 iteration = progress.iteration
                 for group in optimizer.param_groups:
                     group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
                 terms, norm = self._update(wrapped, teacher, optimizer, scaler, inputs, labels, step, iteration)
                 progress.add(terms, norm, starts_epoch=iteration % per_epoch == 0)
                 means = "  ".join(f"{name} {value:.3f}" for name, value in progress.mean_losses.items())
-                self.reporter.advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
+                advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
                 if progress.iteration % per_epoch == 0:
                     self.board.losses(
                         progress.mean_losses, self._epochs_before(step.index) + progress.iteration // per_epoch
@@ -371,9 +358,8 @@ class Trainer:
                     saved = time.monotonic()
         self.runtime.share_buffers(self.model)
         save()
-        self.reporter.end()
         if teacher is not None and progress.jolt > _JOLT and self.train.clip_of(step.index) is None:
-            self.reporter.say(
+            log.info(
                 f"step {step.index}: the gradient of update {progress.jolt_at} was {progress.jolt:.0f} times the mean "
                 "of those before it; such a jolt can cost an old class, and --train.clip_later 1 limits it"
             )
@@ -437,45 +423,48 @@ class Trainer:
         return Batch(self.runtime.move(inputs), labels, counts if alone else self.runtime.mean(counts))
 
     def _inputs(self, images: Sequence[Image.Image]) -> Inputs:
-        """Photographs from elsewhere, as the feed would give them."""
+        """Photographs from elsewhere, as the loaders give them."""
 
         def encode(pixels: Tensor) -> Inputs:
             return self.model.features(pixels.to(self.runtime.device))
 
-        return self.runtime.move(self.feed.inputs(images, encode))
+        return self.runtime.move(self.loaders.inputs(images, encode))
 
     def _order(self, step: Step, epochs: int, first: int) -> EpochOrder:
         size, world, parts = self.train.batch_size, self.runtime.world, self.train.accumulate or 1
         if size < world * parts:
             asked = f"{world} processes" + (f" of {parts} micro-batches each" if parts > 1 else "")
             raise UserError(f"train.batch_size is {size}, less than the {asked}; raise it, or ask for fewer")
-        images = len(self.feed.train_images[step.index])
+        images = len(self.loaders.train_images[step.index])
         return EpochOrder(images, size, epochs, (self.seed, step.index), first, self.runtime.rank, world)
 
     def _plain_batches(self, step: Step, positions: Sequence[int] | None = None) -> Iterator[Batch]:
         """The step's training images as the test would show them; all of them to every process, so that what a
         method makes of them is the same in each. With `positions`, those that it asks for."""
-        images = len(self.feed.train_images[step.index] if positions is None else positions)
-        self.reporter.begin(f"looking at step {step.index}", images)
-        for inputs, labels, indices in self.feed.plain(step, self.evaluator.config.batch_size, positions):
+        images = len(self.loaders.train_images[step.index] if positions is None else positions)
+        loaded = self.loaders.plain(step, self.evaluator.config.batch_size, positions)
+        for inputs, labels, _ in with_progress(loaded, f"looking at step {step.index}", images):
             yield self._to_batch(inputs, labels, alone=True)
-            self.reporter.advance(len(indices))
-        self.reporter.end()
 
     def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
         self.folder.require_there()
         write_record(self.folder.row(step.index), row)
         self.folder.checkpoint.unlink(missing_ok=True)
         self.board.row(row, self._epochs_before(step.index + 1))
-        self.reporter.rows(self.title, self.folder.rows(), self.notes, self.class_images)
+        log_rows(self.title, self._rows(step.index + 1), self.notes, self.class_images)
+
+    def _rows(self, done: int) -> list[dict[str, Any]]:
+        """Return the rows of so many finished steps."""
+        rows = self.folder.rows()
+        if len(rows) < done:
+            raise UserError(f"{self.folder.row(len(rows))} has gone; the same command learns step {len(rows)} again")
+        return rows
 
     def _epochs_before(self, step: int) -> int:
         return sum(self.train.for_step(index)[0] for index in range(step))
 
     def _finish(self) -> dict[str, Any]:
-        rows = self.folder.rows()
-        if len(rows) < len(self.protocol.steps):
-            raise UserError(f"{self.folder.row(len(rows))} has gone; the same command learns step {len(rows)} again")
+        rows = self._rows(len(self.protocol.steps))
         last = rows[-1]
         results = {
             "final": {

@@ -100,6 +100,9 @@ class Method(ABC):
     """Whether `losses` reads more of the whole batch than `Batch.counts`: then `batch_sums` and `take_batch_sums` come
     before it. With micro-batches that costs another forward pass."""
 
+    own_outputs: ClassVar[bool] = False
+    """Whether the outputs mean something of this method's own: it extends its own models only, and nothing else can."""
+
     @dataclass
     class Config:
         """No options."""
@@ -155,6 +158,15 @@ class Method(ABC):
 
         `judge` says what the model as it is reaches on them.
         """
+
+    @property
+    def closed_form_ridge(self) -> float | None:
+        """The ridge by which this method solves classes in closed form; None where it trains them."""
+        return None
+
+    def without_background_output(self, model: Segmenter) -> Segmenter | None:
+        """Return a model that has a background output in a form without one; None where there is no such form."""
+        return None
 
     def recipe(self, step: int) -> dict[str, Any]:
         """What decides how this method trains a step: where two agree, the trained model can serve both."""

@@ -45,6 +45,7 @@ from incseg.types import IGNORE, Batch, Increment, Output, Prediction, UserError
 class DKD(Method):
     background_output = True
     later_options = frozenset({"lambda_kd", "lambda_dkd"})
+    own_outputs = True  # the first one is not a background score
 
     @dataclass
     class Config:

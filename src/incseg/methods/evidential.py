@@ -47,6 +47,8 @@ from incseg.losses.labels import painted, shifted
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods.base import Method, StepContext
 from incseg.methods.replay import open_replay
+from incseg.models.relative import evidential_from_softmax
+from incseg.models.segmenter import Segmenter
 from incseg.protocol import Step
 from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction, UserError
 
@@ -288,6 +290,9 @@ class Evidential(Method):
         if self.config.pseudo_labels is not None:
             state["old_sizes"] = torch.tensor(self._old_sizes, dtype=torch.int64)
         return state
+
+    def without_background_output(self, model: Segmenter) -> Segmenter:
+        return evidential_from_softmax(model, self.config.rectifier)
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         if self._replay is not None:

@@ -63,3 +63,21 @@ def pseudo_disjoint(shown: np.ndarray, groups: Sequence[Sequence[int]]) -> list[
             step_of_image[image] = step
             assigned[ids[step_of[ids] == step]] += 1
     return [step_of_image == step for step in range(len(groups))]
+
+
+def held_out(count: int, every: int | None) -> range:
+    """Return the training images that are tested on instead of trained with: every N-th, from the middle."""
+    if every is None:
+        return range(0)
+    if not 2 <= every <= count:
+        raise UserError(f"data.holdout is {every}; it keeps back every N-th of {count} images: give 2 to {count}")
+    return range(every // 2, count, every)
+
+
+def evenly(images: Sequence[int], most: int | None) -> tuple[int, ...]:
+    """Return at most so many of the images, evenly spread."""
+    if most is None or len(images) <= most:
+        return tuple(images)
+    if most < 1:
+        raise UserError(f"a limit of {most} images leaves none; give at least 1")
+    return tuple(images[i] for i in np.linspace(0, len(images) - 1, most).round().astype(int))

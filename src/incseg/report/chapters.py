@@ -71,10 +71,10 @@ def own_photographs(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
 
 def _extension(run: RunDir, warn: Warn) -> list[Block]:
     """Nothing where the run is not an extension, or of a version that did not write all of this."""
-    if not run.changes.is_file():
+    if not run.forgetting.is_file():
         return []
     try:
-        report = read_json(run.changes)
+        report = read_json(run.forgetting)
         blocks = [
             Block("In words", [f"{line[:1].upper()}{line[1:]}." for line in in_words(report)]),
             Block(f"Classes on {where(report)}", body=plain_table(list(CLASS_HEADS), class_rows(report))),
@@ -83,7 +83,7 @@ def _extension(run: RunDir, warn: Warn) -> list[Block]:
             blocks.append(Block("What was tried", body=plain_table(try_heads(report), try_rows(report)), folded=True))
         return blocks
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        warn(f"{run.changes} cannot be shown ({' '.join(str(error).split())})")
+        warn(f"{run.forgetting} cannot be shown ({' '.join(str(error).split())})")
         return []
 
 

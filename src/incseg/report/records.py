@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from incseg.engine.rundir import KEPT_SUFFIX, MAY_DIFFER, RunDir, flatten, is_kept_run, read_config
+from incseg.config import settings_affecting
+from incseg.engine.rundir import KEPT_SUFFIX, RunDir, flatten, is_kept_run, read_config
 from incseg.files import read_json, read_record
 from incseg.metrics.continual import FIGURES
 from incseg.types import UserError
@@ -31,8 +32,8 @@ _KEPT_AGAIN = "restore it (git checkout), or keep the run again with make result
 _MOST_REASONS = 3
 """That one line tells."""
 _OPTION_GROUPS = ("method", "train", "model", "data", "eval")
-_NO_OPTIONS = MAY_DIFFER | {
-    "data.name", "data.root", "data.presence", "data.classes_file", "eval.batch_size", "method.name",
+_NO_OPTIONS = settings_affecting("machine") | {
+    "data.name", "data.root", "data.presence", "data.classes_file", "method.name",
 }  # fmt: skip
 """Settings that name a row, lie elsewhere on every machine, or change no figure."""
 _PATHS = ("model.weights", "method.replay")

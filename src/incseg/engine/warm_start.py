@@ -1,9 +1,8 @@
-"""The model that a run begins with, instead of nothing: what it knows is step 0, taken as learnt."""
+"""A warm start: a run begins with an existing model, and the classes that it knows are step 0."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,19 @@ from torch import Tensor
 
 from incseg.data.extended import Extended
 from incseg.data.source import Source, voc_palette
-from incseg.engine.checkpoint import Progress
-from incseg.engine.rundir import model_file
-from incseg.engine.steps import Kept
+from incseg.engine.checkpoint import SavedStep
+from incseg.engine.progress import log
+from incseg.engine.rundir import STATE_FILE, model_file
 from incseg.files import read_tensors
+from incseg.methods import METHODS
 from incseg.methods.base import CROSS_ENTROPY, Method
-from incseg.methods.dkd import DKD
-from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter
-from incseg.models.relative import evidential_from_softmax
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import BACKGROUND, UserError
 
 
 @dataclass
-class Start:
+class WarmStart:
     """A model ready to be extended by a method.
 
     about: what its file tells of its origin.
@@ -38,8 +35,8 @@ class Start:
     about: dict[str, Any]
 
     @staticmethod
-    def open(path: str, method: Method, method_name: str) -> Start:
-        """Read a model and see that the method can go on with it; from softmax to evidential it is converted."""
+    def open(path: str, method: Method, method_name: str) -> WarmStart:
+        """Read a model, and convert it where the method needs that; a UserError where the method cannot extend it."""
         file = model_file(Path(path).expanduser())
         model, about = load_segmenter(file)
         trained_by = str((about.get("method") or {}).get("name"))
@@ -47,20 +44,25 @@ class Start:
             raise UserError(f"model file '{file}' has learnt no class yet; give the model of a finished step")
         if method.single_step:
             raise UserError(f"method '{method_name}' learns all classes at once; add some with evidential, mib or plop")
-        if isinstance(method, DKD) != (trained_by == "dkd"):  # its first output is no background score
-            raise UserError(f"the model '{file}' is of {trained_by}; dkd goes on with models of dkd, and they with dkd")
+        own_outputs = method.own_outputs or getattr(METHODS.get(trained_by), "own_outputs", False)
+        if own_outputs and trained_by != method_name:
+            own = method_name if method.own_outputs else trained_by
+            raise UserError(
+                f"the model '{file}' is of {trained_by}; {own} extends only models of {own}, and only {own} does"
+            )
         if method.background_output and not model.background_output:
             raise UserError(
                 f"method '{method_name}' needs a background output, and the model '{file}' has none; use {trained_by}"
             )
         if model.background_output and not method.background_output:
-            if not isinstance(method, Evidential):
+            converted = method.without_background_output(model)
+            if converted is None:
                 raise UserError(
                     f"method '{method_name}' has no use for the background output of the model '{file}'; use "
                     f"evidential, for which it is converted, or {trained_by}"
                 )
-            model = evidential_from_softmax(model, method.config.rectifier)
-        return Start(file, model, about)
+            model = converted
+        return WarmStart(file, model, about)
 
     def learn_further(self, task: str, ridge: float) -> list[str]:
         """Make the classes of a task new again that were solved in closed form: their sums wait for more images.
@@ -114,15 +116,16 @@ class Start:
             self.model.enlarge(size // own_size)
         return self.model
 
-    def as_step(self, method: Method, method_name: str, say: Callable[[str], None]) -> Kept:
-        """Step 0 as the trainer takes it, with what its method remembered, where that lies beside the model."""
-        beside = self.file.with_name("state.safetensors")
+    def as_step(self, method: Method, method_name: str) -> SavedStep:
+        """Return step 0 for the trainer, with what its method remembers, where that lies beside the model."""
+        own = (self.about.get("method") or {}).get("name") == method_name
+        beside = self.file.with_name(STATE_FILE)
         state: dict[str, Tensor] = {}
-        if beside.is_file() and (self.about.get("method") or {}).get("name") == method_name:
+        if own and beside.is_file():
             state, _ = read_tensors(beside)
         elif method.first_step not in (None, CROSS_ENTROPY) and type(method).state is not Method.state:
-            say(f"note: what {method_name} remembers of old classes is not beside the model; it begins without")
-        return Kept(self.model, state, Progress(), str(self.file))
+            log.info(f"note: what {method_name} remembers of old classes is not beside the model; it begins without")
+        return SavedStep(self.model, state, self.about, origin=str(self.file))
 
 
 def _comparable(value: Any) -> Any:

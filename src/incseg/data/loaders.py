@@ -1,6 +1,6 @@
-"""Feeds: batches of a step for training and test, made of pixels or of features computed once.
+"""Loaders: batches of a step for training and test, made of pixels or of features computed once.
 
-Trainer and evaluator ask a feed and do not know which kind it is; the model takes either.
+Trainer and evaluator ask the loaders and do not know of which kind they are; the model takes either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Labels = TypeVar("Labels", np.ndarray, Tensor)
 
 
 @dataclass
-class Feed(ABC):
+class Loaders(ABC):
     """The images of a protocol.
 
     train_images: of each step.   test_images: of all steps.   seed: of the augmentation.
@@ -71,7 +71,7 @@ class Feed(ABC):
 
 
 @dataclass
-class PixelFeed(Feed):
+class PixelLoaders(Loaders):
     """Images decoded and augmented when they are needed, by loader processes."""
 
     source: Source
@@ -108,7 +108,7 @@ class PixelFeed(Feed):
 
 
 @dataclass
-class FeatureFeed(Feed):
+class FeatureLoaders(Loaders):
     """What a frozen backbone said of the images, read from disk: the same batches, without the backbone's work."""
 
     train_store: FeatureStore

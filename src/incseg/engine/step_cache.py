@@ -1,4 +1,4 @@
-"""Trained steps by what made them: one that was trained before by the same recipe is taken, not trained again."""
+"""The step cache: a step that was trained before by the same recipe is taken from it, not trained again."""
 
 from __future__ import annotations
 
@@ -7,52 +7,37 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from incseg.engine.checkpoint import Progress
-from incseg.engine.rundir import RunDir
-from incseg.files import read_json, read_tensors, replacing, write_json
-from incseg.models.files import load_segmenter
-from incseg.models.segmenter import Segmenter
+from incseg.engine.checkpoint import Progress, SavedStep, load_step
+from incseg.engine.rundir import STATE_FILE, RunDir
+from incseg.files import read_json, replacing, write_json
 from incseg.protocol import Step
 from incseg.types import UserError
 
 
 @dataclass
-class Kept:
-    """A step that was trained before."""
-
-    model: Segmenter
-    state: dict[str, Tensor]
-    progress: Progress
-    origin: str
-
-
-@dataclass
-class StepStore:
+class StepCache:
     """A folder of trained steps, each under the digest of its recipe and of every step before it.
 
-    root:   None keeps and finds nothing.
+    root:   None: nothing is cached and nothing is found.
     recipe: what the training of step k depends on beside its classes and images: data, model, method, schedule, seed.
     """
 
     root: Path | None
     recipe: Callable[[int], dict[str, Any]]
 
-    def find(self, steps: Sequence[Step], images: Sequence[Sequence[int]]) -> Kept | None:
+    def find(self, steps: Sequence[Step], images: Sequence[Sequence[int]]) -> SavedStep | None:
         """The model of the last of `steps`, if these were learnt before from these images by this recipe."""
         folder = self._folder(steps, images)
         if folder is None or not (folder / "kept.json").exists():
             return None
         try:
             about = read_json(folder / "kept.json")
-            model, _ = load_segmenter(folder / "model.safetensors")
-            state, _ = read_tensors(folder / "state.safetensors")
-            return Kept(model, state, Progress(**about["progress"]), about["origin"])
+            progress = Progress(**about["progress"])
+            return replace(load_step(folder / "model.safetensors"), progress=progress, origin=about["origin"])
         except (UserError, KeyError, TypeError):
             shutil.rmtree(folder, ignore_errors=True)  # damaged: it is trained again, and kept anew
             return None
@@ -65,7 +50,7 @@ class StepStore:
         index = steps[-1].index
         try:
             _link(run.model(index), folder / "model.safetensors")
-            _link(run.state(index), folder / "state.safetensors")
+            _link(run.state(index), folder / STATE_FILE)
             write_json(folder / "kept.json", {"progress": asdict(progress), "origin": str(run.root)})
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,445 @@
+"""From settings to objects and a run: `train` and `evaluate`. Objects are built once, here, and handed over."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import incseg
+from incseg.config import (
+    OWN_PHOTOGRAPHS,
+    DataConfig,
+    RunConfig,
+    base_key,
+    differing_settings,
+    load_run_config,
+    open_run,
+    require_same_settings,
+    training_recipe,
+)
+from incseg.data import build_source
+from incseg.data.features import StoreUnwritable
+from incseg.data.loaders import FeatureLoaders, Loaders, PixelLoaders
+from incseg.data.meaning import Meaning, check_meaning
+from incseg.data.pixels import PixelCounts
+from incseg.data.presence import Presence, presence_of
+from incseg.data.sheet import write_sheet
+from incseg.data.sizing import size_for
+from incseg.data.source import Source, Split
+from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at
+from incseg.engine.checkpoint import load_step
+from incseg.engine.evaluator import EvalConfig, Evaluator
+from incseg.engine.features import Wanted, feature_store, fill
+from incseg.engine.forgetting import measure_forgetting
+from incseg.engine.progress import counting, log, log_file, log_rows, showing
+from incseg.engine.queue import Job, Queue
+from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import Runtime, seed_everything, started
+from incseg.engine.step_cache import StepCache
+from incseg.engine.tensorboard import TensorBoard
+from incseg.engine.trainer import TrainConfig, Trainer
+from incseg.engine.warm_start import WarmStart
+from incseg.files import cache_path, tensors_digest, write_json
+from incseg.methods import build_method
+from incseg.methods.base import Method
+from incseg.models.segmenter import Segmenter, build_segmenter
+from incseg.protocol import Protocol
+from incseg.protocol.images import evenly, held_out
+from incseg.settings import names_affecting
+from incseg.types import UserError
+
+FEW_IMAGES = 10
+"""A new class with fewer training images gets a warning."""
+
+
+def open_source(config: DataConfig) -> Source:
+    options: dict[str, Any] = {}
+    if config.name == "shapes":
+        options = {name: getattr(config, name) for name in ("seed", "train_size", "val_size", "image_size")}
+    if config.name == OWN_PHOTOGRAPHS and config.classes_file:
+        options = {"classes_file": config.classes_file}
+    return build_source(config.name, config.root, **options)
+
+
+def read_meaning(source: Source) -> Meaning:
+    """Return what the masks mean; a UserError where they mean something else than incseg takes them for."""
+    with counting("reading the masks once") as progress:
+        meaning = check_meaning(source, progress=progress)
+    meaning.require_sound()
+    return meaning
+
+
+def read_presence(source: Source, split: Split, file: str | None = None) -> Presence:
+    """Return which classes each image shows, with progress where masks must be read."""
+    with counting(f"reading the {split} masks once") as progress:
+        return presence_of(source, split, file, progress=progress)
+
+
+def test_images_of(source: Source, config: DataConfig) -> tuple[Split, tuple[int, ...]]:
+    """Return the images that models are tested on, and the split they are of."""
+    if config.holdout is None:
+        return "val", evenly(range(len(source.names("val"))), config.val_limit)
+    return "train", evenly(held_out(len(source.names("train")), config.holdout), config.val_limit)
+
+
+def fit_size(config: RunConfig) -> str:
+    """Set the input size of a run on one's own photographs by the size of their objects; returns a line on it.
+
+    A run that was begun goes on with its own size.
+    """
+    if RunDir(config.folder).started:
+        there = load_run_config(config.folder)
+        config.train.crop, config.eval.size = there.train.crop, there.eval.size
+        return f"input: shorter side {config.train.crop}, as the run began"
+    source = open_source(config.data)
+    with showing():
+        chosen = size_for(source, read_meaning(source).pixels["train"])
+    config.train.crop = config.eval.size = chosen.size
+    return str(chosen)
+
+
+@dataclass
+class Setup:
+    """What training and evaluation share: data, protocol and which images belong where.
+
+    counted:      for each step, which test images its confusion matrix counts.
+    warm_start:   the model that the run begins with, None where it begins from nothing.
+    class_images: for each class, the training and test images that show it.
+    pixels:       of one's own photographs, the pixels of each class in each mask.
+    """
+
+    source: Source
+    protocol: Protocol
+    train_images: list[tuple[int, ...]]
+    test_images: tuple[int, ...]
+    counted: list[list[bool]]
+    summary: dict[str, Any]
+    notes: list[str]
+    test_split: Split = "val"
+    warm_start: WarmStart | None = None
+    class_images: dict[str, tuple[int, int]] = field(default_factory=dict)
+    pixels: dict[Split, PixelCounts] = field(default_factory=dict)
+    meaning_notes: Sequence[str] = ()
+
+    @staticmethod
+    def of(config: RunConfig, method: Method) -> Setup:
+        source = open_source(config.data)
+        task: str | list[tuple[str, ...]] = config.task
+        warm_start = _warm_start(config, method)
+        if warm_start is not None:
+            extended = warm_start.extended(source, config.task)
+            source, task = extended, [extended.known, extended.new]
+        meaning = read_meaning(source) if config.data.name == OWN_PHOTOGRAPHS else None
+        setting = "joint" if method.single_step else config.setting
+        protocol = Protocol(source.info, task, setting, config.rules, config.order)
+        train = read_presence(source, "train", config.data.presence)
+        split, test_images = test_images_of(source, config.data)
+        test = train if split == "train" else read_presence(source, "val")
+        train_images = _train_images(config.data, protocol, train)
+        if warm_start is not None:
+            train_images[0] = ()
+        counted = []
+        for step in protocol.steps:
+            allowed = set(protocol.test_images(step, test.classes))
+            counted.append([image in allowed or config.data.empty == "learn" for image in test_images])
+        summary = protocol.as_dict()
+        for row, images, flags in zip(summary["steps"], train_images, counted, strict=True):
+            row |= {"train_images": len(images), "test_images": sum(flags)}
+        class_images = {
+            name: (
+                sum(i in train.classes[image] for image in images),
+                sum(i in test.classes[image] for image in test_images),
+            )
+            for step, images in zip(protocol.steps, train_images, strict=True)
+            for name, i in zip(step.names, step.new, strict=True)
+        }
+        return Setup(
+            source=source,
+            protocol=protocol,
+            train_images=train_images,
+            test_images=test_images,
+            counted=counted,
+            summary=summary,
+            notes=_notes(config, source, protocol),
+            test_split=split,
+            warm_start=warm_start,
+            class_images=class_images,
+            pixels=meaning.pixels if meaning else {},
+            meaning_notes=meaning.notes if meaning else (),
+        )
+
+    def announce(self) -> list[str]:
+        """Return lines on what the model knows and is about to learn, with warnings."""
+        assert self.warm_start is not None
+        known = self.warm_start.classes
+        lines = [f"{self.warm_start.file} knows {len(known)} classes: {', '.join(known)}"]
+        new = {name: self.class_images[name] for name in self.protocol.steps[-1].names}
+        counts = [f"{name} ({train} images to learn from, {test} held back)" for name, (train, test) in new.items()]
+        lines.append(f"new: {', '.join(counts)}")
+        for name, (train, _) in new.items():
+            if train == 0:
+                raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
+            if train < FEW_IMAGES:
+                lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
+        return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
+
+    def remarks(self) -> list[str]:
+        """Return notes and warnings on one's own photographs."""
+        never = [name for name, (train, _) in self.class_images.items() if not train]
+        known = () if self.warm_start is None else self.warm_start.classes
+        unshown = [name for name in never if name not in known]
+        warning = [f"warning: no photograph to learn from shows {', '.join(unshown)}"] if unshown else []
+        return [*self.meaning_notes, *warning]
+
+    def loaders(self, config: RunConfig, model: Segmenter, runtime: Runtime, train: bool) -> Loaders:
+        """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
+        images = (self.train_images, self.test_images, config.seed)
+        stride = config.train.label_stride
+        train_workers = _workers(config.train.workers, self.source, runtime)
+        test_workers = _workers(config.eval.workers, self.source, runtime)
+        mean, std = model.backbone.mean, model.backbone.std
+        crop, scale, flip, size = config.train.crop, config.train.scale, config.train.flip, config.eval.size
+        sizes = self.source.sizes("train") if config.data.fit == "whole" else None
+        frame, test_frame = (None if sizes is None or not side else frame_for(sizes, side) for side in (crop, size))
+        plain = shown_at(crop, frame, mean, std)
+        if _features_can_be_cached(config):
+            root = cache_path("features")
+            kept = feature_store(root, model, self.source, "train", crop, frame, flip)
+            kept_for_test = feature_store(root, model, self.source, self.test_split, size, test_frame, flip)
+            needed = {i for step in self.train_images for i in step} if train else set()
+            if kept_for_test.folder == kept.folder:  # held-out training images: one store, one lock
+                kept_for_test = kept
+                needed |= set(self.test_images)
+            wanted = [Wanted(kept, needed, train_workers)]
+            if kept_for_test is not kept:
+                wanted.insert(0, Wanted(kept_for_test, self.test_images, test_workers))
+            try:
+                fill(wanted, model, self.source, runtime)
+                return FeatureLoaders(*images, kept, kept_for_test, plain, flip, stride)
+            except StoreUnwritable as error:
+                log.info(f"{error}; going on without it, which takes longer; INCSEG_CACHE names another place")
+        return PixelLoaders(
+            *images,
+            source=self.source,
+            test_split=self.test_split,
+            train_transform=TrainTransform(crop, mean, std, scale, flip) if scale else Mirrored(plain, flip),
+            plain_transform=plain,
+            test_transform=shown_at(size or None, test_frame, mean, std),
+            label_stride=stride,
+            train_workers=train_workers,
+            test_workers=test_workers,
+            pin=runtime.device.type == "cuda",
+        )
+
+    def evaluator(self, loaders: Loaders, config: EvalConfig, runtime: Runtime) -> Evaluator:
+        return Evaluator(self.protocol, loaders, self.counted, config, runtime, unshown_is_zero=not self.pixels)
+
+
+def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
+    if config.start is None:
+        return None
+    if config.data.presence is not None:
+        raise UserError("data.presence counts classes as the dataset does, not as a model to begin with; leave it out")
+    warm_start = WarmStart.open(config.start, method, config.method["name"])
+    if method.closed_form_ridge is not None:
+        warm_start.learn_further(config.task, method.closed_form_ridge)
+    return warm_start
+
+
+def _train_images(config: DataConfig, protocol: Protocol, shown: Presence) -> list[tuple[int, ...]]:
+    """Return the training images of each step."""
+    kept_back = held_out(len(shown.names), config.holdout)
+    empty = [image for image, classes in enumerate(shown.classes) if not classes] if config.empty == "learn" else []
+    return [
+        evenly([image for image in sorted({*images, *empty}) if image not in kept_back], config.train_limit)
+        for images in protocol.train_images(shown.classes)
+    ]
+
+
+def _notes(config: RunConfig, source: Source, protocol: Protocol) -> list[str]:
+    """Return the lines under the table of steps."""
+    data = config.data
+    notes = [*source.notes, *([] if config.shows_classes else protocol.describe_rules())]
+    if data.holdout is not None:
+        images = len(held_out(len(source.names("train")), data.holdout))
+        notes.append(f"tested on {images} held-out training images, not on the test set")
+    if data.train_limit or data.val_limit:
+        notes.append(
+            f"a try-out, not the full protocol: at most {data.train_limit or 'all'} training images a step, "
+            f"{data.val_limit or 'all'} test images"
+        )
+    return notes
+
+
+def _features_can_be_cached(config: RunConfig) -> bool:
+    deterministic = config.train.scale is None and config.eval.size > 0
+    return config.data.cache == "auto" and config.model.freeze_backbone and deterministic
+
+
+def _workers(asked: int | None, source: Source, runtime: Runtime) -> int:
+    return source.default_workers(runtime.world) if asked is None else asked
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run an experiment from wherever its folder stands to the end; returns what results.json holds."""
+    with (
+        showing(),
+        started(config.device, config.precision, config.threads) as runtime,
+        contextlib.closing(RunDir(config.folder)) as folder,
+        contextlib.ExitStack() as logged,
+    ):
+        method = build_method(config.method)
+
+        def prepare() -> tuple[Setup, Segmenter]:
+            """Do all that can fail for a wrong setting, before there is a folder that remembers it."""
+            setup, model, lines = _build(config, method)
+            if runtime.is_main:
+                open_run(folder, config)
+                folder.write_environment(runtime.describe())
+                write_json(folder.protocol, setup.summary)
+                if setup.warm_start is None:  # incseg extend writes its own, once for all tries
+                    lines += write_sheet(setup.source, setup.pixels, folder.sheet)
+                logged.enter_context(log_file(folder.log))
+            if setup.pixels:
+                lines += setup.remarks()
+            for line in lines:
+                log.info(line)
+            return setup, model
+
+        setup, model = runtime.main_first(prepare)
+        loaders = setup.loaders(config, model.to(runtime.device), runtime, train=True)
+        board = TensorBoard(folder.tensorboard if runtime.is_main else None)
+        trainer = _trainer(config, setup, method, model, loaders, runtime, folder, board)
+        with contextlib.closing(board):
+            results = trainer.run()
+        if setup.warm_start is not None and runtime.is_main:
+            measure_forgetting(folder, setup.protocol.steps[-1], loaders, config.method, config.eval, runtime)
+        runtime.barrier()
+        return results
+
+
+def _build(config: RunConfig, method: Method) -> tuple[Setup, Segmenter, list[str]]:
+    """Return the setup, the network that a run begins with, and lines about them."""
+    setup, lines = Setup.of(config, method), list[str]()
+    seed_everything(config.seed)
+    if setup.warm_start is None:
+        return setup, build_segmenter(config.model, method.background_output, lines.append), lines
+    grows = config.train.frozen_later == "model"
+    model = setup.warm_start.network(config.model, config.eval.size if grows else 0)
+    return setup, model, [*lines, *setup.announce()]
+
+
+def _trainer(
+    config: RunConfig, setup: Setup, method: Method, model: Segmenter, loaders: Loaders, runtime: Runtime,
+    folder: RunDir, board: TensorBoard,
+) -> Trainer:  # fmt: skip
+    protocol, name = setup.protocol, config.method["name"]
+    of_the_machine = names_affecting(TrainConfig, "machine")
+    return Trainer(
+        protocol=protocol,
+        loaders=loaders,
+        evaluator=setup.evaluator(loaders, config.eval, runtime),
+        method=method,
+        model=model,
+        train=config.train,
+        seed=config.seed,
+        runtime=runtime,
+        folder=folder,
+        board=board,
+        cache=StepCache(cache_path("steps") if config.reuse else None, _recipe(config, setup, model, method, runtime)),
+        about={
+            "incseg": incseg.__version__,
+            "method": config.method,
+            "protocol": {key: value for key, value in protocol.as_dict().items() if key != "steps"},
+            "palette": setup.source.palette[[0, *protocol.classes_in_order]].tolist(),
+            "test_size": config.eval.size,
+            "train": {key: value for key, value in config.as_dict()["train"].items() if key not in of_the_machine},
+        },
+        title=f"{name} on {protocol.dataset.name} {protocol.task}, {protocol.setting}, seed {config.seed}",
+        notes=setup.notes,
+        class_images=setup.class_images if config.shows_classes else None,
+        warm_start=setup.warm_start.as_step(method, name) if setup.warm_start else None,
+    )
+
+
+def _recipe(
+    config: RunConfig, setup: Setup, model: Segmenter, method: Method, runtime: Runtime
+) -> Callable[[int], dict[str, Any]]:
+    """Return a function from a step to all that decides how it is trained, beside its classes and images."""
+    fixed = {
+        "incseg": incseg.__version__,
+        "seed": config.seed,
+        "data": [setup.source.info.name, setup.source.fingerprint("train"), config.data.fit],
+        "initial": tensors_digest(model.state_dict()),
+        "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
+    }
+    later: dict[str, Any] = {}
+    if config.train.frozen_later == "model":  # new classes see images of the test's size, and may be calibrated on them
+        later["test"] = [config.eval.size, setup.source.fingerprint(setup.test_split), setup.test_images]
+    return lambda step: {**fixed, **(later if step else {}), **training_recipe(config, method, step)}
+
+
+def job_of(config: RunConfig, name: str) -> Job:
+    """Return a run as a queue takes it, under `name` in the queue's folder."""
+    return Job(name, {key: value for key, value in config.as_dict().items() if key != "out"}, base_key(config))
+
+
+def add_jobs(queue: Queue, jobs: Iterable[Job]) -> None:
+    """Put runs into a queue; where one of the same name is there already, it must have the same settings."""
+    jobs, queued = list(jobs), {job.name: job.config for job in queue.jobs()}
+    for job in jobs:
+        require_same_settings(queue.run(job.name), job.config)
+        if job.name in queued and (differing := differing_settings(queued[job.name], job.config)):
+            raise UserError(
+                f"{job.name} is in the queue with other settings ({differing}); choose another --out, or delete "
+                f"{queue.folder(job.name)}"
+            )
+    queue.add(jobs)
+
+
+def evaluate(
+    folder: Path, step_index: int | None = None, method_options: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Test a saved step again, with other inference options if given: the row that training printed."""
+    config = dataclasses.replace(load_run_config(folder), **(overrides or {}))
+    config.method = {**config.method, **(method_options or {})}
+    run = RunDir(folder)
+    done = run.steps_done()
+    if not done:
+        raise UserError(f"{folder} has no finished step yet; let incseg train go on")
+    if config.start is not None:
+        config.start = str(run.model(0))  # its own copy: the original may be gone
+    index = done[-1] if step_index is None else step_index
+    if index not in done:
+        raise UserError(f"{folder} has no step {index}; its finished steps are 0 to {done[-1]}")
+    with showing(), started(config.device, config.precision, config.threads) as runtime:
+        method = build_method(config.method)
+        setup = Setup.of(config, method)
+        model = load_step(run.model(index)).restore(method, runtime.device)
+        step = setup.protocol.steps[min(index, len(setup.protocol.steps) - 1)]
+        if index != step.index or model.num_classes != len(step.seen):
+            raise UserError(
+                f"{run.model(index)} knows {model.num_classes} classes, which is not step {index} of task "
+                f"'{config.task}' in {run.config}; restore the configuration that it was trained with"
+            )
+        loaders = setup.loaders(config, model, runtime, train=False)
+        evaluator = setup.evaluator(loaders, config.eval, runtime)
+        counts = evaluator.count(model, method, step)
+        row = {**setup.summary["steps"][index], **evaluator.figures(counts, step)}
+        notes = [*setup.notes, *_other_images(run.rows()[index], row)]
+        title = f"{config.method['name']} on {setup.protocol.dataset.name} {setup.protocol.task}, step {index}"
+        log_rows(title, [row], notes, setup.class_images if config.shows_classes else None)
+        return row
+
+
+def _other_images(trained: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """A warning where a model is tested on another number of images than after its training."""
+    was, now = trained.get("test_images"), row["test_images"]
+    if was in (None, now):
+        return []
+    return [f"warning: this test has {now} images, that after training had {was}: their figures cannot be compared"]
