@@ -1,1 +1,6 @@
 """Breaking incseg on purpose: one file per kind of fault, its cases as data. Run by `python -m tools.torture`."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))  # for the small runs that the tests use, too
