@@ -25,7 +25,7 @@ from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
 from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
 from incseg.report.figures import Reliability, Unknown, against_increments, class_heat_map, class_table, takings
-from incseg.report.records import read_runs
+from incseg.report.runs import collected_warnings, read_runs
 from incseg.report.sections import MOST_LINES, Ladder, Section, ladders_of, sections_of, step_name
 from incseg.report.style import INK, Drawn, keep, line_style
 from incseg.types import IGNORE
@@ -34,11 +34,10 @@ GROUPS = (("cat", "cow"), ("sheep",), ("sofa",))
 
 
 def sections(*folders: Path) -> list[Section]:
-    return sections_of(read_runs(folders, usual_settings, fail), fail)
-
-
-def fail(line: str) -> None:
-    raise AssertionError(line)
+    with collected_warnings() as warned:
+        found = sections_of(read_runs(folders, usual_settings))
+    assert warned == []
+    return found
 
 
 def report(out: Path, *arguments: object) -> str:
@@ -224,7 +223,7 @@ TWO_STEPS = (("cat", "cow"), ("sheep", "sofa"))
 
 
 def ladders(*folders: Path) -> list[Ladder]:
-    return ladders_of(read_runs(folders, usual_settings, fail))
+    return ladders_of(read_runs(folders, usual_settings))
 
 
 def all_of(value: float) -> tuple[float, float, float, float]:

@@ -119,16 +119,25 @@ def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """`write_json` with a checksum."""
-    write_json(path, {**record, _CHECKSUM: _json_checksum(record)})
+    write_json(path, with_checksum(record))
+
+
+def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with a checksum of its values."""
+    return {**record, _CHECKSUM: _json_checksum(record)}
 
 
 def read_record(path: Path, remedy: str = _MADE_AGAIN) -> dict[str, Any]:
     """What `write_record` wrote."""
-    record = read_json(path, remedy)
+    return without_checksum(read_json(path, remedy), str(path), remedy)
+
+
+def without_checksum(record: Any, where: str, remedy: str) -> dict[str, Any]:
+    """Return what `with_checksum` was given; a UserError where it is damaged."""
     if not isinstance(record, dict):
-        raise UserError(f"{path} is damaged (it holds no record); {remedy}")
+        raise UserError(f"{where} is damaged (it holds no record); {remedy}")
     if record.pop(_CHECKSUM, None) not in (None, _json_checksum(record)):
-        raise UserError(f"{path} is damaged (its checksum does not fit); {remedy}")
+        raise UserError(f"{where} is damaged (its checksum does not fit); {remedy}")
     return record
 
 

@@ -7,6 +7,7 @@ What cannot be made, because data or models are not here, is told in a line.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +37,12 @@ from incseg.report.choice import (
 from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
 from incseg.report.page import Block
 from incseg.report.pictures import Classes, Row, Tile, sheet
-from incseg.report.records import RunRecord
+from incseg.report.runs import RunRecord
 from incseg.report.sections import MAIN, MethodRuns, Section
 from incseg.report.style import Drawn, keep
 from incseg.types import BACKGROUND, IGNORE, UserError
+
+log = logging.getLogger("incseg")
 
 MOST_METHODS = 6
 """Methods whose models are asked, the main one and then the best by All."""
@@ -51,7 +54,6 @@ _MOST_MAPS = 3
 _STEPS_A_ROW = 6
 _FAILURES = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
 """What data or models of another version, or half of them, can raise: told in a line, the rest is still made."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,6 @@ class Gallery:
     of_all: int
     loaded: Callable[[RunRecord, int], Predictor]
     folder: Path
-    say: Say
     missing: list[str] = field(default_factory=list)
     looks: dict[str, list[Look]] = field(default_factory=dict)
     """By the label of a method: the main one after every step, the others after the first and the last."""
@@ -167,7 +168,6 @@ def open_gallery(
     root: str | None,
     folder: Path,
     loaded: Callable[[RunRecord, int], Predictor],
-    say: Say,
 ) -> Gallery:
     """The test images of a section's main run, as many as asked for, evenly chosen."""
     record = section.main.longest
@@ -190,7 +190,7 @@ def open_gallery(
         photos.append(Photo(source.names(split)[number], image.resize(size, Image.Resampling.BILINEAR), truth))
     if not photos:
         raise UserError("it has no test images")
-    return Gallery(section, source, photos, len(numbers), loaded, folder, say)
+    return Gallery(section, source, photos, len(numbers), loaded, folder)
 
 
 class Models:
@@ -211,16 +211,16 @@ class Models:
 
 def report_blocks(
     sections: Sequence[Section], images: int, root: str | None, folder: Path,
-    loaded: Callable[[RunRecord, int], Predictor], say: Say,
+    loaded: Callable[[RunRecord, int], Predictor],
 ) -> tuple[list[list[Block]], list[Block]]:  # fmt: skip
     """For each section its blocks, or where its data is not here one that says so; and what compares the sections."""
     found, galleries = [], []
     for section in sections:
         try:
-            gallery = open_gallery(section, images, root, folder, loaded, say)
+            gallery = open_gallery(section, images, root, folder, loaded)
         except _FAILURES as error:
             why = f"Pictures, reliability and the curves of unknown classes are left out: {_one_line(error)}."
-            say(f"warning: {section.title}: {why}")
+            log.warning(f"{section.title}: {why}")
             found.append([Block("Test images", [why])])
             continue
         found.append(blocks(gallery))
@@ -252,7 +252,7 @@ def blocks(gallery: Gallery) -> list[Block]:
     for method in asked_methods(section):
         last = len(method.longest.rows) - 1
         steps = range(last + 1) if method is section.main else sorted({0, last})
-        gallery.say(f"{section.title}: {method.label}, {len(gallery.photos)} images, {len(steps)} models")
+        log.info(f"{section.title}: {method.label}, {len(gallery.photos)} images, {len(steps)} models")
         try:
             gallery.looks[method.label] = [gallery.look(method.longest, step) for step in steps]
             methods.append(method)

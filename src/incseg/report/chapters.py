@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +27,21 @@ from incseg.report.figures import (
     unknown_areas,
 )
 from incseg.report.page import Block, Chapter, bullets, plain_table
-from incseg.report.records import RunRecord, Warn
+from incseg.report.runs import RunRecord
 from incseg.report.sections import MethodRuns, Section, ladders_of
 from incseg.report.style import keep
 from incseg.report.writers import figure_text, to_html
 from incseg.types import UserError
 
+log = logging.getLogger("incseg")
+
 _MOST_TAKINGS = 6
 
 
-def table_chapters(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
+def table_chapters(records: Sequence[RunRecord]) -> list[Chapter]:
     """For each dataset ours beside the published, label rules and commands under it; other inference options folded."""
     chapters = []
-    for table in compare([record for record in records if record.retest is None], True, warn):
+    for table in compare([record for record in records if record.retest is None], True):
         under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
         own = table.dataset.startswith("folder")  # for people the chapters of own photographs say more
         blocks = [
@@ -47,20 +50,21 @@ def table_chapters(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
         ]
         tested = {record.folder for record in records if record.retest is not None and record.dataset == table.dataset}
         if tested:
-            (other,) = compare([record for record in records if record.folder in tested], False, _silent)
+            (other,) = compare([record for record in records if record.folder in tested], False, quiet=True)
             body = _by_column(other) + f"<pre>{html.escape(chr(10).join(other.commands))}</pre>"
             blocks.append(Block("The same models, tested with other inference options", body=body, folded=True))
         chapters.append(Chapter(f"Results on {table.dataset}", blocks))
     return chapters
 
 
-def own_photographs(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
+def own_photographs(records: Sequence[RunRecord]) -> list[Chapter]:
     """For each run on a folder of one's own: its classes, and of an extension what it did, before all tables."""
     chapters = []
     for record in records:
-        if record.retest is not None or record.kept or not record.rows or record.settings.get("data.name") != "folder":
+        own = record.settings.get("data.name") == "folder"
+        if not own or record.retest is not None or record.is_summary or not record.rows:
             continue
-        blocks = _extension(RunDir(record.folder), warn)
+        blocks = _extension(RunDir(record.folder))
         if not blocks:
             ious = record.rows[-1]["iou"].items()
             rows = [[name, "–" if share is None else f"{share:.1f}"] for name, share in ious]
@@ -69,7 +73,7 @@ def own_photographs(records: Sequence[RunRecord], warn: Warn) -> list[Chapter]:
     return chapters
 
 
-def _extension(run: RunDir, warn: Warn) -> list[Block]:
+def _extension(run: RunDir) -> list[Block]:
     """Nothing where the run is not an extension, or of a version that did not write all of this."""
     if not run.changes.is_file():
         return []
@@ -83,12 +87,8 @@ def _extension(run: RunDir, warn: Warn) -> list[Block]:
             blocks.append(Block("What was tried", body=plain_table(try_heads(report), try_rows(report)), folded=True))
         return blocks
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        warn(f"{run.changes} cannot be shown ({' '.join(str(error).split())})")
+        log.warning(f"{run.changes} cannot be shown ({' '.join(str(error).split())})")
         return []
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 def _by_column(table: Table) -> str:
@@ -134,7 +134,7 @@ def increments_chapter(records: Sequence[RunRecord], folder: Path) -> Chapter | 
     return Chapter("The number of increments", blocks) if blocks else None
 
 
-def section_blocks(section: Section, folder: Path, warn: Warn) -> list[Block]:
+def section_blocks(section: Section, folder: Path) -> list[Block]:
     """Curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
     seeds = any(len(method.runs.seeds) > 1 for method in section.methods)
     drawn = keep(
@@ -164,7 +164,7 @@ def section_blocks(section: Section, folder: Path, warn: Warn) -> list[Block]:
         drawn = keep(areas, folder, f"{section.key}-unknown-steps", caption)
         blocks.append(Block("Classes not learnt yet", figures=[drawn]))
     for index, method in enumerate(section.methods):
-        blocks.append(_class_block(section, method, index, folder, warn))
+        blocks.append(_class_block(section, method, index, folder))
     return blocks
 
 
@@ -174,14 +174,14 @@ def _at(method: MethodRuns, step: int) -> str:
     return " / ".join(figure_text(method.figure(name, step)) or "–" for name in ("all", "inc"))
 
 
-def _class_block(section: Section, method: MethodRuns, index: int, folder: Path, warn: Warn) -> Block:
+def _class_block(section: Section, method: MethodRuns, index: int, folder: Path) -> Block:
     heat = keep(
         class_heat_map(method, section.step_names), folder, f"{section.key}-classes-{index}",
         f"{method.label}: left the IoU of every class after every step, right what each step changed: orange is what a "
         "new class cost the old ones, purple what they gained. Lines separate the steps that learnt the classes.",
     )  # fmt: skip
     figures, texts = [heat], []
-    confusions = [method.confusion(step, warn) for step in range(method.num_steps)]
+    confusions = [method.confusion(step) for step in range(method.num_steps)]
     last = confusions[-1]
     classes = [(name, step) for name, step in method.classes if name != "background"]
     if last is not None and len(classes) <= MOST_ROWS:

@@ -12,7 +12,7 @@ from typing import Any
 
 from incseg.metrics.continual import FIGURES
 from incseg.report.published import PUBLISHED, SOURCES, UNRANKED, Column, Published, family_of, family_rank
-from incseg.report.records import ALL_FIGURES, RunRecord, Warn, options_text
+from incseg.report.runs import ALL_FIGURES, RunRecord, options_text
 from incseg.report.tables import Group, Spread, group, task_rank
 
 JOINT = "joint"
@@ -95,17 +95,17 @@ def apart_line(apart: Sequence[RunRecord]) -> str | None:
     return f"{' and '.join(counts)} left out; --everything shows all" if counts else None
 
 
-def compare(records: Sequence[RunRecord], published: bool, warn: Warn) -> list[Table]:
-    """A table for each dataset in these records, unfinished runs left out."""
+def compare(records: Sequence[RunRecord], published: bool, quiet: bool = False) -> list[Table]:
+    """Return a table for each dataset in these records, unfinished runs left out."""
     finished = [record for record in records if record.finished]
     return [
-        _table(dataset, [record for record in finished if record.dataset == dataset], published, warn)
+        _table(dataset, [record for record in finished if record.dataset == dataset], published, quiet)
         for dataset in sorted({record.dataset for record in finished}, key=lambda name: (name not in _LAYOUTS, name))
     ]
 
 
-def _table(dataset: str, records: list[RunRecord], published: bool, warn: Warn) -> Table:
-    groups = group(average_orders(records), warn)
+def _table(dataset: str, records: list[RunRecord], published: bool, quiet: bool) -> Table:
+    groups = group(average_orders(records), quiet)
     columns = columns_of(dataset, groups)
     ours = lines_of(dataset, groups, columns)
     theirs = [_published_line(row, columns) for row in PUBLISHED if published and row.dataset == dataset]

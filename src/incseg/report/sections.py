@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from incseg.engine.rundir import RunDir
+from incseg.report.class_statistics import read_confusion
 from incseg.report.compare import JOINT, learns_everything, lines_of, replays
 from incseg.report.published import family_of, family_rank
-from incseg.report.records import RunRecord, Warn, options_text
+from incseg.report.runs import RunRecord, options_text
 from incseg.report.tables import Group, Spread, group, spread, task_rank
 
 MAIN = "evidential"
@@ -53,27 +53,17 @@ class MethodRuns:
         learnt = [(name, row["index"]) for row in rows for name in row["classes"]]
         return ([("background", 0)] if "background" in rows[0]["iou"] else []) + learnt
 
-    def confusion(self, step: int, warn: Warn) -> np.ndarray | None:
+    def confusion(self, step: int) -> np.ndarray | None:
         """(N+1, N+1) shares of each true label's pixels by predicted label, the mean over seeds; NaN rows of labels
         that no test image shows. None where no file can be read."""
-        num_labels = 1 + sum(len(row["classes"]) for row in self.longest.rows[: step + 1])
         shares = []
         for record in self.runs.records:
             if step >= len(record.rows):
                 continue
-            file = RunDir(record.folder).confusion(step)
-            try:
-                counts = np.load(file, allow_pickle=False).astype(np.float64)
-            except (OSError, ValueError, EOFError) as error:
-                warn(
-                    f"{file} cannot be read ({' '.join(str(error).split())}); who took whose pixels is told without it"
-                )
-                continue
-            if counts.shape != (num_labels, num_labels):
-                warn(f"{file} has shape {counts.shape}, not {num_labels} × {num_labels}; its confusions are left out")
-                continue
-            total = counts.sum(1, keepdims=True)
-            shares.append(np.divide(counts, total, out=np.full_like(counts, np.nan), where=total > 0))
+            counts = read_confusion(record.folder, record.rows, step)
+            if counts is not None:
+                total = counts.sum(1, keepdims=True)
+                shares.append(np.divide(counts, total, out=np.full(counts.shape, np.nan), where=total > 0))
         return np.mean(shares, axis=0) if shares else None
 
 
@@ -120,10 +110,10 @@ def step_name(index: int, classes: Sequence[str]) -> str:
     return sign + (", ".join(classes) if short else f"{len(classes)} classes")
 
 
-def sections_of(records: Sequence[RunRecord], warn: Warn) -> list[Section]:
-    """Sections of runs that have done a step, in the order of tables; retests and kept runs, which have no steps to
+def sections_of(records: Sequence[RunRecord]) -> list[Section]:
+    """Sections of runs that have done a step, in the order of tables; retests and summaries, which have no steps to
     show, left out."""
-    groups = group([r for r in records if r.retest is None and not r.kept and r.rows], warn)
+    groups = group([r for r in records if r.retest is None and not r.is_summary and r.rows])
     sections = []
     for dataset in sorted({one.first.dataset for one in groups}):
         own = [one for one in groups if one.first.dataset == dataset]
@@ -231,7 +221,7 @@ def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
 
     Finished runs only, and of these the last model alone, so that runs of which only the figures were saved count too.
     """
-    groups = group([r for r in records if r.retest is None and r.finished and r.rows and r.all is not None], _silent)
+    groups = group([r for r in records if r.retest is None and r.finished and r.rows and r.all is not None])
     by_place: dict[tuple[str, ...], list[Group]] = {}
     for one in groups:
         if one.first.setting != JOINT and one.first.num_steps > 1:
@@ -254,13 +244,10 @@ def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
     return [replace(ladder, key=key) for ladder, key in zip(ladders, keys, strict=True)]
 
 
-def _silent(_: str) -> None:
-    """The tables of the same records have named what is left out."""
-
-
 def _place(record: RunRecord, setting: str | None = None) -> tuple[str, ...]:
     """What runs must have in common; joint training belongs to every setting."""
-    classes = sorted({name for row in record.rows for name in row["classes"]})  # kept joint runs name each twice
+    # a set, because summaries of joint runs name each class twice
+    classes = sorted({name for row in record.rows for name in row["classes"]})
     rules = str(record.rules["name"])
     return record.dataset, setting or record.setting, record.order, str(record.preset), rules, json.dumps(classes)
 

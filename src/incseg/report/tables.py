@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import statistics
 from collections.abc import Iterable
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from incseg.report.published import family_rank
-from incseg.report.records import ALL_FIGURES, RunRecord, Warn
+from incseg.report.runs import ALL_FIGURES, RunRecord
+
+log = logging.getLogger("incseg")
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,9 @@ class Group:
         }
 
 
-def group(records: Iterable[RunRecord], warn: Warn) -> list[Group]:
-    """Records over seeds, in the order of tables. Of two with the same seed the second is named and left out, and a
-    retest before a run that was trained with its options."""
+def group(records: Iterable[RunRecord], quiet: bool = False) -> list[Group]:
+    """Return records over seeds, in the order of tables. Of two with the same seed the second is left out with a
+    warning, and a retest before a run that was trained with its options."""
     found: dict[str, dict[int, RunRecord]] = {}
     for record in sorted(records, key=lambda record: record.retest is not None):
         kind = [
@@ -81,14 +84,14 @@ def group(records: Iterable[RunRecord], warn: Warn) -> list[Group]:
             record.preset, record.options, record.rules,
         ]  # fmt: skip
         seeds = found.setdefault(json.dumps(kind, sort_keys=True, default=str), {})
-        if record.seed in seeds:
+        if record.seed not in seeds:
+            seeds[record.seed] = record
+        elif not quiet:
             what = f"{record.folder}{', tested again,' if record.retest else ''} is left out"
             shown = seeds[record.seed]
             also = record.settings.get("start") != shown.settings.get("start")
             though = ", though it extends another model; show the two on their own" if also else ""
-            warn(f"{what}: the same settings and seed {record.seed} as {shown.folder}{though}")
-        else:
-            seeds[record.seed] = record
+            log.warning(f"{what}: the same settings and seed {record.seed} as {shown.folder}{though}")
     groups = [Group(tuple(record for _, record in sorted(seeds.items()))) for seeds in found.values()]
     return sorted(groups, key=lambda group: group_rank(group.first))
 

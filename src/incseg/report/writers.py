@@ -12,7 +12,7 @@ from itertools import groupby
 
 from incseg.metrics.continual import FIGURES
 from incseg.report.compare import Line, Table, as_json
-from incseg.report.records import RunRecord, options_text
+from incseg.report.runs import RunRecord, options_text
 from incseg.report.tables import Spread
 
 FORMATS = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}

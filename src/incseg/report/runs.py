@@ -1,55 +1,69 @@
-"""Runs as records, from their folders or from what was kept of them: what every table is made of.
+"""Runs as records, from their folders or from summaries of them: what every table is made of.
 
-A folder that is broken or foreign is named and left out; nothing that was not run is ever filled in.
+Run folders hold gigabytes and stay on the machine that made them. A summary holds all that tables are made of, without
+models: it is small enough to be committed, so that a study grows from machine to machine, and a new method is compared
+with ours without training ours again: `incseg compare runs/mine results/voc-laptop/runs.jsonl`.
+
+A folder that is broken or foreign is reported and left out; nothing that was not run is ever filled in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from incseg.engine.rundir import KEPT_SUFFIX, MAY_DIFFER, RunDir, flatten, is_kept_run, read_config
-from incseg.files import read_json, read_record
+from incseg.engine.rundir import MAY_DIFFER, SUMMARY_SUFFIXES, RunDir, flatten, is_summary, read_config
+from incseg.files import read_json, read_record, with_checksum, without_checksum, write_text
 from incseg.metrics.continual import FIGURES
+from incseg.report.class_statistics import ClassStatistics, class_statistics
 from incseg.types import UserError
+
+log = logging.getLogger("incseg")
 
 ALL_FIGURES = (*FIGURES, "avg")
 """Base, New, All, Inc of the last model, and PLOP's average of All over the steps."""
 
 Usual = Callable[[dict[str, Any]], dict[str, Any]]
-"""From a configuration to what its preset and method take where nothing else is said."""
-Warn = Callable[[str], None]
+"""From a configuration to the values that its preset and method have by default."""
 
-_KEPT_AGAIN = "restore it (git checkout), or keep the run again with make results"
-"""What to do with a file of a run that is damaged: it is committed, and no command of the run makes it."""
+_RESTORE = "restore it (git checkout), or make it again from the run folder with make results"
 _MOST_REASONS = 3
-"""That one line tells."""
+"""Reasons that one line gives."""
 _OPTION_GROUPS = ("method", "train", "model", "data", "eval")
 _NO_OPTIONS = MAY_DIFFER | {
     "data.name", "data.root", "data.presence", "data.classes_file", "eval.batch_size", "method.name",
 }  # fmt: skip
 """Settings that name a row, lie elsewhere on every machine, or change no figure."""
 _PATHS = ("model.weights", "method.replay")
+_DECIMALS = 7
+"""Of numbers in a summary: with fewer, some means over seeds would be printed with another last digit."""
+_NOT_IN_SUMMARY = {"folder", "finished", "is_summary"}
+_ROW_IN_SUMMARY = ("index", "classes", "unseen")
+_BROKEN = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError)
+"""What reading a broken or foreign file can raise."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """A run, or a test of its last model with other inference options.
 
+    folder:   of a summary, its file, and in a file of several runs FILE/NAME.
     options:  what differs from preset and method: {"balancing": "none", "train.lr": 0.1}, the method's without prefix.
     settings: the whole configuration under dotted names; of a retest, with its options put in.
     base…avg: percent, of the last model; None in a run that is not finished, avg also in a retest.
     seconds:  training and tests, reused steps included with what they took first; of a retest, the test.
-    rows:     one for each step that is done; of a retest, the one that was tested.
+    rows:     one for each step that is done; of a retest, the one that was tested; of a summary, a part of each.
     retest:   the options that differ from the run's own, None for the run itself.
-    kept:     whether `folder` is a file that was kept of the run instead of its folder (kept.py).
-    fates:    of a kept run, what became of its classes (fates.py).
+    classes:  of a summary, the statistics of each class.
     """
 
     folder: Path
@@ -77,8 +91,8 @@ class RunRecord:
     avg: float | None = None
     seconds: float = 0.0
     retest: dict[str, Any] | None = None
-    kept: bool = False
-    fates: list[dict[str, Any]] | None = None
+    is_summary: bool = False
+    classes: list[ClassStatistics] | None = None
 
     def figure(self, name: str) -> float | None:
         return getattr(self, name)
@@ -87,72 +101,103 @@ class RunRecord:
     def how_far(self) -> str:
         return f"{self.folder} is not finished ({len(self.rows)} of {self.num_steps} steps) and left out"
 
+    @property
+    def class_statistics(self) -> list[ClassStatistics]:
+        """Of a finished run."""
+        return class_statistics(self.folder, self.rows) if self.classes is None else self.classes
+
     def as_row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values for JSON."""
+        names = ("dataset", "task", "setting", "method", "seed", "options", *ALL_FIGURES, "seconds", "order", "preset")
         return {
-            "dataset": self.dataset,
-            "task": self.task,
-            "setting": self.setting,
-            "method": self.method,
-            "seed": self.seed,
-            "options": self.options,
-            **{name: self.figure(name) for name in ALL_FIGURES},
-            "seconds": self.seconds,
-            "order": self.order,
-            "preset": self.preset,
+            **{name: getattr(self, name) for name in names},
             "rules": self.rules["name"],
-            "threads": self.threads,
-            "commit": self.commit,
-            "command": self.command,
+            **{name: getattr(self, name) for name in ("threads", "commit", "command")},
             "run": shown_path(self.folder),
             "retest": self.retest is not None,
         }
 
 
-def read_runs(folders: Iterable[str | Path], usual: Usual, warn: Warn) -> list[RunRecord]:
-    """The runs in these folders or anywhere below them, each followed by its retests; unfinished and kept ones too.
+@contextlib.contextmanager
+def collected_warnings(show: bool = False) -> Iterator[list[str]]:
+    """Collect the warnings of this package instead of handling them: each once, on one line.
 
-    `warn` gets a line for every folder or retest that is broken, half-written or foreign, and so not among them.
+    With `show` each is also printed to stderr at once, and so is what is logged as information.
+    """
+    lines: list[str] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        line = " ".join(record.getMessage().split())
+        if record.levelno < logging.WARNING:
+            if show:
+                print(line, file=sys.stderr, flush=True)
+        elif line not in lines:
+            lines.append(line)
+            if show:
+                print_warning(line)
+        return False
+
+    level = log.level
+    log.addFilter(take)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeFilter(take)
+        log.setLevel(level)
+
+
+def print_warning(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def read_runs(folders: Iterable[str | Path], usual: Usual) -> list[RunRecord]:
+    """Return the runs in these folders or anywhere below them, each followed by its retests; unfinished ones and
+    summaries too.
+
+    A folder, retest or summary that is broken, half-written or foreign is reported and left out.
     """
     records: list[RunRecord] = []
-    for folder in find_runs(folders, warn):
-        try:
-            if folder.is_file():
-                records += _read_kept(folder, usual)
-                continue
-            run = _read_run(folder, usual)
-        except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            warn(f"{folder} is left out: {_one_line(error)}")
+    for place in find_runs(folders):
+        if not place.is_dir():
+            known = {record.folder for record in records}
+            records += [record for record in _read_summaries(place, usual) if record.folder not in known]
             continue
-        records.append(run)
-        files = sorted(RunDir(folder).retests.glob("*.json")) if run.finished else []
-        for file in files:
-            try:
-                retest = _read_retest(file, run, usual)
-            except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-                warn(f"{file} is left out: {_one_line(error)}")
-                continue
-            if retest is not None:
-                records.append(retest)
+        with _left_out(place):
+            run = _read_run(place, usual)
+            records.append(run)
+            for file in sorted(RunDir(place).retests.glob("*.json")) if run.finished else []:
+                with _left_out(file):
+                    records += _read_retest(file, run, usual)
     return records
 
 
+@contextlib.contextmanager
+def _left_out(place: object) -> Iterator[None]:
+    """Report what cannot be read, and go on."""
+    try:
+        yield
+    except _BROKEN as error:
+        log.warning(f"{place} is left out: {_one_line(error)}")
+
+
 def require_some(shown: Sequence[RunRecord], left_out: Sequence[str]) -> None:
-    """Where nothing is left to show, one line that says why: the warnings there would have been."""
+    """Where nothing is left to show, raise one line that says why: the warnings there would have been."""
     if not shown:
         more = f"; and {len(left_out) - _MOST_REASONS} more" if len(left_out) > _MOST_REASONS else ""
         raise UserError(f"nothing to show: {'; '.join(left_out[:_MOST_REASONS])}{more}; incseg train makes runs")
 
 
-def find_runs(folders: Iterable[str | Path], warn: Warn) -> list[Path]:
-    """Every folder, among these or below them, that has a config.yaml or results.json, and every file that was kept of
-    a run; each once, sorted below its parent."""
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """Return every folder, among these or below them, that has a config.yaml or results.json, and every file of
+    summaries; each once, sorted below its parent."""
     found: dict[Path, Path] = {}
     for given in map(Path, folders):
-        here = [given] if is_kept_run(given) else []
+        here = [given] if any(map(is_summary, (given, *given.parents))) else []
         if not given.is_dir() and not here:
             problem = "is a file" if given.exists() else "does not exist"
-            allowed = f"give run folders, folders with run folders in them, or kept runs (*{KEPT_SUFFIX})"
+            endings = ", ".join(f"*{ending}" for ending in SUMMARY_SUFFIXES)
+            allowed = f"give run folders, folders with run folders in them, or summaries ({endings})"
             raise UserError(f"{given} {problem}; {allowed}")
         for place, below, files in os.walk(given):
             below.sort()
@@ -161,9 +206,9 @@ def find_runs(folders: Iterable[str | Path], warn: Warn) -> list[Path]:
                 below.clear()
             else:
                 below[:] = [name for name in below if not name.startswith(".")]
-                here += [file for name in sorted(files) if is_kept_run(file := Path(place) / name)]
+                here += [file for name in sorted(files) if is_summary(file := Path(place) / name)]
         if not here:
-            warn(f"{given} holds no run folder")
+            log.warning(f"{given} holds no run folder")
         for folder in here:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
@@ -222,69 +267,138 @@ def _dataset(name: str, config: dict[str, Any]) -> str:
     return f"{name} {Path(str(root)).name}".strip() if name == "folder" and root else name
 
 
-def _read_retest(file: Path, run: RunRecord, usual: Usual) -> RunRecord | None:
-    """A retest as a record of its own; None where it is of an earlier step, which no table shows."""
-    kept = read_json(file)
-    step, row = _need(kept, "step", int, "it"), _need(kept, "row", dict, "it")
-    changed = _need(kept, "options", dict, "it")
+def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:
+    """Return a retest as a record of its own; nothing where it is of an earlier step, which no table shows."""
+    saved = read_json(file)
+    step, row = _need(saved, "step", int, "it"), _need(saved, "row", dict, "it")
+    changed = _need(saved, "options", dict, "it")
     if step != run.num_steps - 1:
-        return None
+        return []
     _check_row({"seconds": {"train": 0, "eval": 0}, **row}, step)
-    if _need(kept, "row_digest", str, "it") != RunDir(run.folder).row_digest(step):
+    if _need(saved, "row_digest", str, "it") != RunDir(run.folder).row_digest(step):
         raise UserError("its run was trained anew since; test again with incseg eval --save")
     figures: dict[str, Any] = {name: _number(row, name, "its row") for name in FIGURES}
     settings = {**run.settings, **{f"method.{name}": value for name, value in changed.items()}}
-    return replace(
-        run,
-        options=_options(settings, flatten(usual(read_config(RunDir(run.folder).config)))),
-        settings=settings,
-        rows=[row],
-        command=shown_command(_need(kept, "command", list, "it")),
-        commit=str(_need(kept, "commit", str | None, "it") or "unknown"),
-        **figures,
-        avg=None,
-        seconds=float(_need(kept, "seconds", int | float, "it")),
-        retest=changed,
-    )
+    return [
+        replace(
+            run,
+            options=_options(settings, flatten(usual(read_config(RunDir(run.folder).config)))),
+            settings=settings,
+            rows=[row],
+            command=shown_command(_need(saved, "command", list, "it")),
+            commit=str(_need(saved, "commit", str | None, "it") or "unknown"),
+            **figures,
+            avg=None,
+            seconds=float(_need(saved, "seconds", int | float, "it")),
+            retest=changed,
+        )
+    ]
 
 
-def _read_kept(file: Path, usual: Usual) -> list[RunRecord]:
-    """The run in a file that was kept of it, then its retests.
+# --- summaries -----------------------------------------------------------------------------------------------
 
-    What was an option is told by the presets of today: the same settings have one name, whenever they were kept.
+
+def write_summaries(records: Sequence[RunRecord], runs: Path, file: Path) -> int:
+    """Put the finished runs among these, each with its retests, into a file of summaries, and return their number.
+
+    A run is named by its folder below `runs`. What the file holds of other runs stays.
     """
-    kept = read_record(file, _KEPT_AGAIN)
+    lines = {_parsed(line, where)["name"]: line for where, line in _lines(file)}
+    finished = [record for record in records if record.finished and record.retest is None]
+    for run in finished:
+        name = run.folder.relative_to(runs).as_posix()
+        values = _summary(replace(run, classes=run.class_statistics))
+        retests = [one for one in records if one.folder == run.folder and one.retest is not None]
+        of_tests = [_summary(replace(one, rows=[], classes=[])) for one in retests]
+        differing = [{key: value for key, value in of_test.items() if value != values[key]} for of_test in of_tests]
+        lines[name] = json.dumps(
+            with_checksum({"name": name, "run": values, "retests": differing}), separators=(",", ":")
+        )
+    write_text(file, "".join(f"{line}\n" for _, line in sorted(lines.items())))
+    return len(finished)
+
+
+def _summary(record: RunRecord) -> dict[str, Any]:
+    """Return plain values that name no place of this machine; of the settings those that change a figure."""
+    values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in _NOT_IN_SUMMARY}
+    rows = [{key: row[key] for key in _ROW_IN_SUMMARY} for row in record.rows]
+    measured = {key: _rounded(values[key]) for key in (*ALL_FIGURES, "seconds", "classes")}
+    return {**values, **measured, "rows": _rounded(rows), "settings": optional_settings(record.settings)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, _DECIMALS)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each line of a file of summaries, if there is one."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    yield from ((f"{file} line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
-        every = [_need(kept, "run", dict, "it"), *_need(kept, "retests", list, "it")]
-        found = [_kept_record(file, values) for values in every]
-    except (UserError, TypeError) as error:  # a TypeError where it has a field that is none
-        raise UserError(f"{_one_line(error)}; {_KEPT_AGAIN}") from error
-    first = found[0]
-    config = {
-        "preset": first.preset,
-        "method": {"name": first.method},
-        "data": {"name": first.settings.get("data.name", first.dataset)},
-    }
-    usually = flatten(usual(config))
-    return [replace(record, options=_options(record.settings, usually)) for record in found]
+        values = without_checksum(json.loads(line), where, _RESTORE)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is damaged ({error}); {_RESTORE}") from error
+    return {"name": None, **values}
 
 
-def _kept_record(file: Path, values: dict[str, Any]) -> RunRecord:
+def _read_summaries(place: Path, usual: Usual) -> list[RunRecord]:
+    """Return the runs of a file of summaries, or one of them (FILE/NAME), each followed by its retests."""
+    file = next(path for path in (place, *place.parents) if is_summary(path))
+    found: list[RunRecord] = []
+    with _left_out(file):
+        if not file.name.endswith(SUMMARY_SUFFIXES[0]):
+            return _read_summary(file, read_record(file, _RESTORE), usual)
+        for where, line in _lines(file):
+            with _left_out(where):
+                saved = _parsed(line, "it")
+                folder = file / str(saved["name"])
+                if place in (folder, *folder.parents):
+                    found += _read_summary(folder, saved, usual)
+        if not found and place != file:
+            log.warning(f"{file} holds no run {place.relative_to(file)}")
+    return found
+
+
+def _read_summary(folder: Path, saved: dict[str, Any], usual: Usual) -> list[RunRecord]:
+    """Return a run and its retests. The presets of today tell what is an option: the same settings have one name,
+    whenever they were saved."""
+    try:
+        run = _need(saved, "run", dict, "it")
+        retests = [{**run, **values} for values in _need(saved, "retests", list, "it")]
+        records = [_record(folder, values) for values in (run, *retests)]
+    except (UserError, TypeError) as error:  # a TypeError where there is a field too many
+        raise UserError(f"{_one_line(error)}; {_RESTORE}") from error
+    data = {"name": records[0].settings.get("data.name", records[0].dataset)}
+    usually = flatten(usual({"preset": records[0].preset, "method": {"name": records[0].method}, "data": data}))
+    return [replace(record, options=_options(record.settings, usually)) for record in records]
+
+
+def _record(folder: Path, values: dict[str, Any]) -> RunRecord:
+    texts = ("dataset", "task", "setting", "order", "method", "command", "commit", "machine")
     kinds = {"rows": list, "rules": dict, "settings": dict, "options": dict, "num_steps": int, "seed": int,
-             "threads": int, "seconds": int | float, "retest": dict | None,
-             "fates": list | None, "preset": str | None}  # fmt: skip
+             "threads": int, "seconds": int | float, "retest": dict | None, "preset": str | None,
+             **dict.fromkeys(texts, str)}  # fmt: skip
     for key, kind in kinds.items():
         _need(values, key, kind, "it")
-    for key in ("dataset", "task", "setting", "order", "method", "command", "commit", "machine"):
-        _need(values, key, str, "it")
     for name in ALL_FIGURES:
         _number(values, name, "it")
     _need(values["rules"], "name", str, "it")
-    return RunRecord(folder=file, finished=True, kept=True, **values)
+    classes = [ClassStatistics(*one) for one in values.get("classes") or ()]
+    if "fates" in values:  # their name in version 0.1
+        classes = [ClassStatistics(**one) for one in values["fates"] or ()]
+    rest = {key: value for key, value in values.items() if key not in ("classes", "fates")}
+    return RunRecord(folder=folder, finished=True, is_summary=True, classes=classes, **rest)
 
 
 def _need(values: Any, key: str, kind: Any, where: str) -> Any:
-    """A value of the expected kind; what lacks it was not written by incseg, or not to its end."""
+    """Return a value of the expected kind; what lacks it was not written by incseg, or not to its end."""
     if not isinstance(values, dict) or key not in values:
         raise UserError(f"{where} lacks '{key}'")
     if not isinstance(values[key], kind):
