@@ -105,7 +105,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(figure: object, folder: Path, name: str, caption: str) -> Drawn:
         return Drawn(name, caption, "", {})
 
-    for module in ("incseg.report.chapters", "incseg.gallery"):
+    for module in ("incseg.report.page", "incseg.gallery"):
         monkeypatch.setattr(f"{module}.keep", named)
 
 
@@ -399,6 +399,7 @@ def test_odd_names_and_tasks_that_look_alike_in_file_names(tmp_path: Path) -> No
     page = report(tmp_path / "out", tmp_path / "a", tmp_path / "b", "--images", 0)
     Checked(page)
     assert "shapes $x$,&lt;b&gt;/y overlapped" in page
+    assert "<b>" not in page
     first, second = sections(tmp_path / "a", tmp_path / "b")
     assert first.key != second.key
     keep(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is no mathematics

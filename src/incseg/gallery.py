@@ -318,7 +318,7 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
         figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", caption))
     elif section.main.longest.num_steps > 1:
         texts = ["None of these images shows a class of a later step, so there are no curves of unknown classes."]
-    return Block("Certainty and unknown classes", texts, figures)
+    return Block("Certainty and unknown classes", texts, figures=figures)
 
 
 def _chosen(gallery: Gallery, methods: Sequence[MethodRuns]) -> dict[str, int]:
@@ -372,7 +372,7 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
         "model is uncertain, and its uncertainty is the probability of background. The image is the median of those "
         "that show at least two learnt classes (1 % of the pixels each)."
     )
-    return Block("Probabilities", [], [gallery.keep("probabilities", caption, rows)])
+    return Block("Probabilities", figures=[gallery.keep("probabilities", caption, rows)])
 
 
 def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
@@ -389,7 +389,7 @@ def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, 
         rows.append(Row(tiles, name))
     names = "; ".join(f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items())
     caption = f"The paper's figure 3: predictions after the last step, with each image's score. From above: {names}."
-    return Block(title, [], [gallery.keep("methods", caption, rows)])
+    return Block(title, figures=[gallery.keep("methods", caption, rows)])
 
 
 def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
@@ -418,7 +418,7 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
             "above, uncertainty u below; bright is background, or something the model does not know."
         )
         figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", caption, rows))
-    return Block("The same image after every step", [], figures)
+    return Block("The same image after every step", figures=figures)
 
 
 def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
@@ -453,7 +453,7 @@ def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
             f"shown to the models it is the one on which {main} differs most between the tasks."
         )
         drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", caption)
-        found.append(Block(f"{dataset}: task against task", [], [drawn]))
+        found.append(Block(f"{dataset}: task against task", figures=[drawn]))
     return found
 
 

@@ -14,9 +14,17 @@ import incseg
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
 from incseg.gallery import Models, report_blocks
-from incseg.report.chapters import increments_chapter, own_photographs, section_blocks, table_chapters, under_way
 from incseg.report.compare import set_apart
-from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
+from incseg.report.page import (
+    FIGURES_FOLDER,
+    PageSection,
+    increments_section,
+    own_photographs,
+    page,
+    section_blocks,
+    table_sections,
+    under_way,
+)
 from incseg.report.runs import RunRecord, collected_warnings, read_runs, require_some
 from incseg.report.sections import sections_of
 from incseg.types import UserError
@@ -60,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
     with collected_warnings(show=True) as warnings:
         for line in left_out:
             log.warning(line)
-        chapters = _chapters(records, figures, args)
-    notices = [Notice("Left out or incomplete", warnings)] if warnings else []
-    text = page(_title(records), _about(records), notices, chapters, _footer(args, began))
+        sections = _sections(records, figures, args)
+    text = page(_title(records), _about(records), warnings, sections, _footer(args, began))
     write_text(out / "index.html", text)
     seconds, megabytes = time.monotonic() - began, len(text.encode()) / 1e6
     count = len(list(figures.glob("*.png")))
@@ -70,20 +77,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chapters(records: Sequence[RunRecord], figures: Path, args: argparse.Namespace) -> list[Chapter]:
-    chapters = own_photographs(records) + table_chapters(records)
-    chapters += [chapter] if (chapter := under_way(records)) else []
+def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namespace) -> list[PageSection]:
     methods, _ = set_apart(records, args.runs)  # ablations would hide the methods among their variants
-    chapters += [chapter] if (chapter := increments_chapter(methods, figures)) else []
-    sections = sections_of(records)
-    of_sections = [Chapter(section.title, section_blocks(section, figures)) for section in sections]
+    sections = own_photographs(records) + table_sections(records)
+    sections += [one for one in (under_way(records), increments_section(methods, figures)) if one]
+    drawn = sections_of(records)
+    of_runs = [PageSection(one.title, section_blocks(one, figures)) for one in drawn]
     if args.images:
         models = Models(args.device, args.threads, args.method)
-        asked, across = report_blocks(sections, args.images, args.root, figures, models)
-        for chapter, blocks in zip(of_sections, asked, strict=True):
-            chapter.blocks += blocks
-        of_sections += [Chapter("Task against task", across)] if across else []
-    return chapters + of_sections
+        asked, across = report_blocks(drawn, args.images, args.root, figures, models)
+        for section, blocks in zip(of_runs, asked, strict=True):
+            section.blocks += blocks
+        of_runs += [PageSection("Task against task", across)] if across else []
+    return sections + of_runs
 
 
 def _folder(args: argparse.Namespace) -> Path:

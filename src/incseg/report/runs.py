@@ -48,7 +48,7 @@ _DECIMALS = 7
 """Of numbers in a summary: with fewer, some means over seeds would be printed with another last digit."""
 _NOT_IN_SUMMARY = {"folder", "finished", "is_summary"}
 _ROW_IN_SUMMARY = ("index", "classes", "unseen")
-_BROKEN = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError)
+BROKEN = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError)
 """What reading a broken or foreign file can raise."""
 
 
@@ -177,7 +177,7 @@ def _left_out(place: object) -> Iterator[None]:
     """Report what cannot be read, and go on."""
     try:
         yield
-    except _BROKEN as error:
+    except BROKEN as error:
         log.warning(f"{place} is left out: {_one_line(error)}")
 
 
