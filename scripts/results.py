@@ -22,18 +22,6 @@ from incseg.cli.settings import usual_settings
 from incseg.files import write_text
 from incseg.metrics.continual import FIGURES
 from incseg.report.class_statistics import LEAST_SHARE, ClassStatistics
-from incseg.report.compare import (
-    JOINT,
-    Line,
-    Table,
-    commands_of,
-    compare,
-    lines_of,
-    mixtures,
-    origin_line,
-    present_columns,
-    rules_lines,
-)
 from incseg.report.published import Column
 from incseg.report.runs import (
     ALL_FIGURES,
@@ -47,7 +35,22 @@ from incseg.report.runs import (
     value_text,
     write_summaries,
 )
-from incseg.report.tables import Group, Spread, group, spread
+from incseg.report.tables import (
+    JOINT,
+    Group,
+    Line,
+    Spread,
+    Table,
+    commands_of,
+    compare,
+    group,
+    lines_of,
+    mixtures,
+    origin_line,
+    present_columns,
+    rules_lines,
+    spread,
+)
 from incseg.report.writers import FORMATS, code_block, figure_text, markdown_table, written
 from incseg.types import UserError
 
@@ -136,7 +139,7 @@ def _page(title: str, body: list[str], records: Sequence[RunRecord], made_by: st
 
 
 def _sections(records: Sequence[RunRecord]) -> Iterator[tuple[str, Column, Table]]:
-    """For each dataset, task and setting its heading and the table of all methods."""
+    """Yield for each dataset, task and setting its heading and the table of all methods."""
     for dataset in sorted({record.dataset for record in records}):
         groups = group(record for record in records if record.dataset == dataset)
         columns = present_columns(dataset, groups)
@@ -146,7 +149,7 @@ def _sections(records: Sequence[RunRecord]) -> Iterator[tuple[str, Column, Table
 
 
 def _of_column(line: Line, column: Column) -> list[Group]:
-    """The groups of a line that were run on exactly this task and setting; joint training is of no setting."""
+    """Return the groups of a line that were run on exactly this task and setting; joint training is of no setting."""
     return [
         one
         for one in line.groups
@@ -158,7 +161,7 @@ def _of_column(line: Line, column: Column) -> list[Group]:
 
 
 def main_page(records: Sequence[RunRecord], made_by: str, notes: Sequence[str] = ()) -> str:
-    """Tasks × settings × methods, mean and spread over seeds; `notes` stand above them."""
+    """Return tasks × settings × methods, mean and spread over seeds; `notes` stand above them."""
     body = [f"Percent mIoU of the last model; Avg is the mean of All over the steps. {_SEEDS_NOTE} Best in bold; "
             "joint training and replayed images (RECALL), which use more data, are not ranked.", ""]  # fmt: skip
     body += [line for note in notes for line in (note, "")]
@@ -205,7 +208,7 @@ class _Ablation:
     pairs: list[tuple[RunRecord, RunRecord | None]]
 
     def row(self) -> list[str]:
-        """The change, seeds, the figures, and how All and Inc differ from the same seed without the change."""
+        """Return the change, seeds, the figures, and how All and Inc differ from the same seed without the change."""
         cells = [figure_text(spread(record.figure(name) for record, _ in self.pairs)) for name in FIGURES]
         return [self.change, str(len(self.pairs)), *cells, *(_signed(self.difference(name)) for name in ("all", "inc"))]
 
@@ -221,8 +224,8 @@ def _signed(value: Spread | None) -> str:
 
 
 def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], made_by: str) -> str:
-    """Runs of `ablations` against the run of the same task, setting, method and seed that has the same options but for
-    one, or for some; retests against the run they test."""
+    """Return runs of `ablations` against the run of the same task, setting, method and seed that has the same options
+    but for one, or for some; retests against the run they test."""
     runs = [record for record in ablations if record.retest is None]
     retests = [record for record in (*main, *ablations) if record.retest is not None]
     trained = _ablations([(record, _default_of(record, (*main, *runs))) for record in runs])
@@ -239,7 +242,8 @@ def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], ma
 
 
 def _default_of(mine: RunRecord, runs: Sequence[RunRecord]) -> RunRecord | None:
-    """Of the runs of the same task, setting, method and seed with some of its options, the one with most of them."""
+    """Return, of the runs of the same task, setting, method and seed with some of its options, the one with most of
+    them."""
     found = [
         record
         for record in runs
@@ -259,7 +263,7 @@ def _place(record: RunRecord) -> str:
 
 
 def _ablations(pairs: Sequence[tuple[RunRecord, RunRecord | None]]) -> list[_Ablation]:
-    """The pairs over seeds, by what was changed."""
+    """Return the pairs over seeds, by what was changed."""
     default_of = {id(record): default for record, default in pairs}
     found = []
     for one in group((record for record, _ in pairs)):
@@ -281,7 +285,7 @@ def _change(record: RunRecord, default: RunRecord | None) -> str:
 
 
 def _ablation_tables(ablations: Sequence[_Ablation], name: str) -> list[str]:
-    """A table for each task, setting and method: first the default itself, then each change."""
+    """Return a table for each task, setting and method: first the default itself, then each change."""
     if not ablations:
         return ["None was run.", ""]
     lines = []
@@ -321,14 +325,14 @@ _OTHER_TEXT = {"background": "true background", "seen": "classes learnt before"}
 
 
 def _rankings(row: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """(against what, by which score, AUROC and others) of a step's row, where there is something unseen."""
+    """Yield (against what, by which score, AUROC and others) of a step's row, where there is something unseen."""
     for other, own in _OWN_SCORE.items():
         scores = {own: row["unseen"].get(f"from_{other}"), **(row["unseen"].get(f"from_{other}_by") or {})}
         yield from ((other, score, found) for score, found in scores.items() if found)
 
 
 def unknown_page(records: Sequence[RunRecord], made_by: str) -> str:
-    """How well classes that no step has learnt yet are told from background and from what was learnt."""
+    """Return how well uncertainty separates classes not learnt yet from background and from learnt classes."""
     body = ["AUROC / average precision / FPR at 95 % recall of \"a pixel of a class not learnt yet scores higher\", "
             "after each step, means over seeds.", ""]  # fmt: skip
     found_any = False
@@ -365,7 +369,7 @@ def _ranking_text(found: list[dict[str, float]] | None) -> str:
 
 
 def classes_page(records: Sequence[RunRecord], made_by: str) -> str:
-    """IoU of each class when it was learnt and at the end, and which class took whose pixels."""
+    """Return the IoU of each class when it was learnt and at the end, and which class took whose pixels."""
     body = ["IoU in percent after the step that learnt a class → after the last step, means over seeds. Then, from the "
             "confusion matrices of the last test (means over seeds): whose pixels each class of a later step took, "
             "and to whom the classes of step 0 lost theirs since the test after step 0.", ""]  # fmt: skip
@@ -429,7 +433,7 @@ def _percent(share: float | None) -> str:
 
 
 def _named(shares: dict[str, float]) -> str:
-    """The largest few: background 41.0, cow 20.3."""
+    """Return the largest few: background 41.0, cow 20.3."""
     largest = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:_MOST_NAMED]
     return ", ".join(f"{name} {_percent(share)}" for name, share in largest if share >= LEAST_SHARE)
 

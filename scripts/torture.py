@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE / "tests"))
 from torture import determinism, disk, files, inputs, kills, numbers, server  # noqa: E402
 from torture.case import Kind, Lost, own_folder, preload  # noqa: E402
 
-from incseg.files import write_json, write_text  # noqa: E402
+from incseg.files import write_compact_json, write_text  # noqa: E402
 
 KINDS = {kind.name: kind for kind in (kills.KIND, disk.KIND, files.KIND, numbers.KIND, inputs.KIND, server.KIND)}
 
@@ -50,7 +50,7 @@ def main() -> int:
     results["kinds"] = {name: kinds[name] for name in KINDS if name in kinds}
     results["command"] = " ".join(["python scripts/torture.py", *(["--quick"] if args.quick else [])])
     results["seed"] = args.seed
-    write_json(args.out.with_suffix(".json"), results)
+    write_compact_json(args.out.with_suffix(".json"), results)
     write_text(args.out.with_suffix(".md"), page(results))
     return 1 if any(kind["lost"] for kind in results["kinds"].values()) else 0
 

@@ -23,8 +23,16 @@ from incseg.cli.settings import usual_settings
 from incseg.experiment import train
 from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
-from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
 from incseg.report.figures import Reliability, Unknown, against_increments, class_heat_map, class_table, takings
+from incseg.report.pictures import (
+    each_once,
+    extremes,
+    image_score,
+    largest_fall,
+    leads,
+    shown_classes,
+    with_two_classes,
+)
 from incseg.report.runs import collected_warnings, read_runs
 from incseg.report.sections import MOST_LINES, Ladder, Section, ladders_of, sections_of, step_name
 from incseg.report.style import INK, Drawn, keep, line_style

@@ -33,10 +33,9 @@ from incseg.files import write_array
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
 from incseg.protocol import Protocol
-from incseg.report.compare import average_orders, compare
 from incseg.report.published import PUBLISHED
 from incseg.report.runs import RunRecord, collected_warnings, read_runs, shown_command
-from incseg.report.tables import Group, group, spread
+from incseg.report.tables import Group, average_orders, compare, group, spread
 from incseg.report.writers import FORMATS, to_csv, to_latex, to_markdown
 from incseg.types import UserError
 

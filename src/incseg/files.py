@@ -105,6 +105,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def write_compact_json(path: Path, value: Any) -> None:
+    """Write JSON that people may look at: a list or an object that fits on a line of 120 characters stands on one."""
+    write_text(path, _compact_json(value, 0) + "\n")
+
+
+def _compact_json(value: Any, depth: int) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or depth + len(text) < 120:
+        return text
+    items = [_compact_json(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key, ensure_ascii=False)}: {item}" for key, item in zip(value, items, strict=True)]
+    inner = ",\n".join(" " * (depth + 1) + item for item in items)
+    return f"{text[0]}\n{inner}\n{' ' * depth}{text[-1]}"
+
+
 def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:
     """`remedy` is what to do where the file is damaged."""
     try:

@@ -1,12 +1,13 @@
-"""What the models of some runs say of a few test images: the part of a report that needs models and data.
+"""What the models of some runs predict on a few test images: the part of a report that needs models and data.
 
-Everything is taken from evenly chosen test images, and what is shown of them is chosen by rule (report/choice.py).
-What cannot be made, because data or models are not here, is told in a line.
+Everything is taken from evenly chosen test images, and what is shown of them is chosen by rule (report/pictures.py).
+Where something cannot be made, because data or models are not here, a line says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,20 +25,23 @@ from incseg.experiment import DataConfig, evenly, open_source, test_images_of
 from incseg.inference import Predictor, Result, load
 from incseg.metrics.uncertainty import BINS, score_counts
 from incseg.models.files import load_segmenter
-from incseg.report.choice import (
+from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
+from incseg.report.page import Block
+from incseg.report.pictures import (
     SCORE_RULE,
+    Classes,
+    Row,
+    Tile,
     each_once,
     extremes,
     image_score,
     largest_fall,
     leads,
+    sheet,
     shown_classes,
     with_two_classes,
 )
-from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
-from incseg.report.page import Block
-from incseg.report.pictures import Classes, Row, Tile, sheet
-from incseg.report.runs import RunRecord
+from incseg.report.runs import BROKEN, RunRecord, one_line
 from incseg.report.sections import MAIN, MethodRuns, Section
 from incseg.report.style import Drawn, keep
 from incseg.types import BACKGROUND, IGNORE, UserError
@@ -49,11 +53,13 @@ MOST_METHODS = 6
 LONGEST_SIDE = 512
 """Larger test images are shrunk to this: they are looked at, not measured."""
 _CONFIDENCE_BINS = 15
-_SCORE_STRIDE = 2  # every so many-th pixel in both directions is ranked, as in tests
+_SCORE_STRIDE = 2  # every N-th pixel in both directions is ranked, as in tests
 _MOST_MAPS = 3
 _STEPS_A_ROW = 6
-_FAILURES = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
-"""What data or models of another version, or half of them, can raise: told in a line, the rest is still made."""
+_FAILURES = (*BROKEN, RuntimeError)
+"""What data or models of another version, or half of them, can raise: a line says so, the rest is still made."""
+Models = Callable[[Path, int], Predictor]
+"""From a run folder and a step to its model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Photo:
 
 @dataclass
 class Look:
-    """What one model says of the photos.
+    """What one model predicts on the photos.
 
     classes:     dataset ids it has learnt.
     predicted:   (H, W) dataset ids, photo by photo.
@@ -91,7 +97,7 @@ class Gallery:
     source: Source
     photos: list[Photo]
     of_all: int
-    loaded: Callable[[RunRecord, int], Predictor]
+    loaded: Models
     folder: Path
     missing: list[str] = field(default_factory=list)
     looks: dict[str, list[Look]] = field(default_factory=dict)
@@ -104,7 +110,8 @@ class Gallery:
         return Classes({BACKGROUND: zero, **dict(enumerate(info.classes, start=1))}, self.source.palette)
 
     def truth(self, photo: int, learnt: Sequence[int], unseen: int) -> np.ndarray:
-        """The truth as a model that has learnt these classes is tested by: later ones are background, or ignored."""
+        """Return the truth by which a model that has learnt these classes is tested: later ones are background, or
+        ignored."""
         table = np.full(256, unseen, dtype=np.uint8)
         table[list(learnt)] = learnt
         table[IGNORE] = IGNORE
@@ -113,7 +120,7 @@ class Gallery:
 
     def look(self, record: RunRecord, step: int) -> Look:
         """Show all photos to the model of a step."""
-        predictor = self.loaded(record, step)
+        predictor = self.loaded(record.folder, step)
         learnt = predictor.ids[1:]
         look = Look(learnt)
         unseen = IGNORE if record.rules.get("unseen_at_test") == "ignore" else BACKGROUND
@@ -162,14 +169,8 @@ def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) ->
 # --- opening -------------------------------------------------------------------------------------------------
 
 
-def open_gallery(
-    section: Section,
-    images: int,
-    root: str | None,
-    folder: Path,
-    loaded: Callable[[RunRecord, int], Predictor],
-) -> Gallery:
-    """The test images of a section's main run, as many as asked for, evenly chosen."""
+def open_gallery(section: Section, images: int, root: str | None, folder: Path, loaded: Models) -> Gallery:
+    """Return the test images of a section's main run, as many as asked for, evenly chosen."""
     record = section.main.longest
     settings = record.settings
     names = [option.name for option in dataclasses.fields(DataConfig) if f"data.{option.name}" in settings]
@@ -193,33 +194,27 @@ def open_gallery(
     return Gallery(section, source, photos, len(numbers), loaded, folder)
 
 
-class Models:
-    """Predictors of runs, the last few kept."""
+def cached_models(device: str, threads: int | None, method: str | None) -> Models:
+    """Return a function that loads the model of a step of a run folder, and holds the last few in memory."""
 
-    def __init__(self, device: str, threads: int | None, method: str | None) -> None:
-        self._options: dict[str, Any] = {"device": device, "threads": threads, "method": method}
-        self._kept: dict[tuple[Path, int], Predictor] = {}
+    @functools.lru_cache(maxsize=4)  # a few hundred megabytes each, at worst
+    def loaded(folder: Path, step: int) -> Predictor:
+        return load(folder, step, device=device, threads=threads, method=method)
 
-    def __call__(self, record: RunRecord, step: int) -> Predictor:
-        key = (record.folder, step)
-        if key not in self._kept:
-            while len(self._kept) >= 4:  # a few hundred megabytes each, at worst
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = load(record.folder, step, **self._options)
-        return self._kept[key]
+    return loaded
 
 
 def report_blocks(
-    sections: Sequence[Section], images: int, root: str | None, folder: Path,
-    loaded: Callable[[RunRecord, int], Predictor],
-) -> tuple[list[list[Block]], list[Block]]:  # fmt: skip
-    """For each section its blocks, or where its data is not here one that says so; and what compares the sections."""
+    sections: Sequence[Section], images: int, root: str | None, folder: Path, loaded: Models
+) -> tuple[list[list[Block]], list[Block]]:
+    """Return the blocks of each section, or where its data is missing one that says so; and what compares the
+    sections."""
     found, galleries = [], []
     for section in sections:
         try:
             gallery = open_gallery(section, images, root, folder, loaded)
         except _FAILURES as error:
-            why = f"Pictures, reliability and the curves of unknown classes are left out: {_one_line(error)}."
+            why = f"Pictures, reliability and the curves of unknown classes are left out: {one_line(error)}."
             log.warning(f"{section.title}: {why}")
             found.append([Block("Test images", [why])])
             continue
@@ -228,14 +223,14 @@ def report_blocks(
     try:
         return found, _tasks(galleries)
     except _FAILURES as error:
-        return found, [Block("Task against task", [f"Left out: {_one_line(error)}."])]
+        return found, [Block("Task against task", [f"Left out: {one_line(error)}."])]
 
 
 # --- what is shown -------------------------------------------------------------------------------------------
 
 
 def asked_methods(section: Section) -> list[MethodRuns]:
-    """The main method, then the others by All, best first."""
+    """Return the main method, then the others by All, best first."""
 
     def last_all(method: MethodRuns) -> float:
         found = method.figure("all", method.num_steps - 1)
@@ -246,7 +241,7 @@ def asked_methods(section: Section) -> list[MethodRuns]:
 
 
 def blocks(gallery: Gallery) -> list[Block]:
-    """Reliability, unknown classes and pictures of a section."""
+    """Return reliability, unknown classes and pictures of a section."""
     section = gallery.section
     methods = []
     for method in asked_methods(section):
@@ -257,7 +252,7 @@ def blocks(gallery: Gallery) -> list[Block]:
             gallery.looks[method.label] = [gallery.look(method.longest, step) for step in steps]
             methods.append(method)
         except _FAILURES as error:
-            gallery.missing.append(f"No pictures of {method.label}: {_one_line(error)}.")
+            gallery.missing.append(f"No pictures of {method.label}: {one_line(error)}.")
     if not methods:
         return [Block("Test images", gallery.missing)]
     certainty = _made("Certainty and unknown classes", lambda: _certainty(gallery, methods))
@@ -281,15 +276,15 @@ def blocks(gallery: Gallery) -> list[Block]:
 
 
 def _made(title: str, make: Callable[[], Block]) -> Block:
-    """A block, or where it cannot be made one that says why: a page is more than its pictures."""
+    """Return a block, or where it cannot be made one that says why: a page is more than its pictures."""
     try:
         return make()
     except _FAILURES as error:
-        return Block(title, [f"Left out: {_one_line(error)}."])
+        return Block(title, [f"Left out: {one_line(error)}."])
 
 
 def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
-    """Reliability diagram and the curves of classes to come."""
+    """Draw the reliability diagram and the curves of classes to come."""
     section, looks = gallery.section, gallery.looks
     index_of = {method.label: index for index, method in enumerate(section.methods)}
     by_method = {m.label: (index_of[m.label], looks[m.label][-1].reliability) for m in methods}
@@ -322,7 +317,7 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
 
 
 def _chosen(gallery: Gallery, methods: Sequence[MethodRuns]) -> dict[str, int]:
-    """The photos that are shown, by the names of the rules that chose them."""
+    """Return the photos that are shown, by the names of the rules that chose them."""
     main = gallery.looks[methods[0].label]
     chosen = largest_fall([look.scores for look in main]) | extremes(main[-1].scores)
     if len(methods) > 1:
@@ -340,7 +335,7 @@ def _score_text(look: Look, photo: int) -> str:
 
 
 def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 2."""
+    """Draw the paper's figure 2."""
     looks = gallery.looks
     main = looks[methods[0].label][-1]
     classes = {i: shown_classes(gallery.photos[i].truth, main.classes) for i in main.scores}
@@ -349,7 +344,7 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
         return Block("Probabilities", ["None of these images shows a learnt class."])
     rows = []
     for number, method in enumerate(methods[:2]):
-        result = gallery.loaded(method.longest, len(method.longest.rows) - 1).predict(
+        result = gallery.loaded(method.longest.folder, len(method.longest.rows) - 1).predict(
             gallery.photos[photo].image, probabilities=True
         )
         assert result.probabilities is not None
@@ -376,7 +371,7 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
 
 
 def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 3 and its supplement's; without figures where no image shows a learnt class."""
+    """Draw the paper's figure 3 and its supplement's; nothing where no image shows a learnt class."""
     title = "Method against method" if len(methods) > 1 else "Hardest and best"
     if not chosen:
         return Block(title, [])
@@ -393,7 +388,7 @@ def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, 
 
 
 def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 4."""
+    """Draw the paper's figure 4."""
     main, of_steps = methods[0], gallery.looks[methods[0].label]
     if len(of_steps) < 2:
         return Block("After every step", [])
@@ -401,7 +396,7 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
     wanted = [name for name in chosen if not name.startswith(("largest lead", "largest lag"))]
     results: dict[str, list[Result]] = {name: [] for name in wanted}
     for step in range(len(of_steps)):
-        predictor = gallery.loaded(main.longest, step)
+        predictor = gallery.loaded(main.longest.folder, step)
         for name in wanted:
             results[name].append(predictor.predict(gallery.photos[chosen[name]].image))
     figures = []
@@ -422,7 +417,7 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
 
 
 def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
-    """The supplement's figure: an image after the last step of different tasks on the same test images."""
+    """Draw the supplement's figure: an image after the last step of different tasks on the same test images."""
     found = []
     by_photos: dict[tuple[Any, ...], list[Gallery]] = {}
     for gallery in galleries:
@@ -455,7 +450,3 @@ def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
         drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", caption)
         found.append(Block(f"{dataset}: task against task", figures=[drawn]))
     return found
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"it lacks {error}".split() if isinstance(error, KeyError) else str(error).split())

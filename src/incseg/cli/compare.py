@@ -8,8 +8,8 @@ from pathlib import Path
 
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
-from incseg.report.compare import ABLATIONS, apart_line, compare, set_apart
 from incseg.report.runs import collected_warnings, print_warning, read_runs, require_some
+from incseg.report.tables import ABLATIONS, apart_line, compare, set_apart
 from incseg.report.writers import FORMATS, written
 
 HELP = "a table of finished runs in the paper's layout, mean over seeds, beside the published figures"

@@ -13,8 +13,7 @@ from pathlib import Path
 import incseg
 from incseg.cli.settings import usual_settings
 from incseg.files import write_text
-from incseg.gallery import Models, report_blocks
-from incseg.report.compare import set_apart
+from incseg.gallery import cached_models, report_blocks
 from incseg.report.page import (
     FIGURES_FOLDER,
     PageSection,
@@ -27,6 +26,7 @@ from incseg.report.page import (
 )
 from incseg.report.runs import RunRecord, collected_warnings, read_runs, require_some
 from incseg.report.sections import sections_of
+from incseg.report.tables import set_apart
 from incseg.types import UserError
 
 log = logging.getLogger("incseg")
@@ -84,7 +84,7 @@ def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namesp
     drawn = sections_of(records)
     of_runs = [PageSection(one.title, section_blocks(one, figures)) for one in drawn]
     if args.images:
-        models = Models(args.device, args.threads, args.method)
+        models = cached_models(args.device, args.threads, args.method)
         asked, across = report_blocks(drawn, args.images, args.root, figures, models)
         for section, blocks in zip(of_runs, asked, strict=True):
             section.blocks += blocks

@@ -19,22 +19,12 @@ from markupsafe import Markup, escape
 from incseg.engine.rundir import RunDir
 from incseg.files import read_json
 from incseg.metrics.continual import FIGURES
-from incseg.report.compare import Table, compare
+from incseg.report import figures
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
-from incseg.report.figures import (
-    MOST_ROWS,
-    Taking,
-    against_increments,
-    class_heat_map,
-    confusion_map,
-    curves,
-    forgetting,
-    takings,
-    unknown_areas,
-)
 from incseg.report.runs import BROKEN, RunRecord
 from incseg.report.sections import MethodRuns, Section, ladders_of
 from incseg.report.style import Drawn, keep
+from incseg.report.tables import Table, compare
 from incseg.report.writers import cells_of, figure_text, seeds_text
 
 log = logging.getLogger("incseg")
@@ -104,7 +94,7 @@ def inline_html(text: str) -> Markup:
 
 
 def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
-    """For each dataset ours beside the published, label rules and commands under it; other inference options folded."""
+    """Return a section for each dataset: ours beside the published, label rules and commands under it."""
     sections = []
     for table in compare([record for record in records if record.retest is None], True):
         under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
@@ -124,7 +114,7 @@ def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
 
 
 def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
-    """For each run on a folder of one's own: its classes, and of an extension what it did, before all tables."""
+    """Return a section for each run on a folder of one's own: its classes, and what an extension did."""
     sections = []
     for record in records:
         own = record.settings.get("data.name") == "folder"
@@ -140,7 +130,7 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
 
 
 def _extension(run: RunDir) -> list[Block]:
-    """Nothing where the run is not an extension, or of a version that did not write all of this."""
+    """Return nothing where the run is not an extension, or of a version that did not write all of this."""
     if not run.changes.is_file():
         return []
     try:
@@ -159,7 +149,7 @@ def _extension(run: RunDir) -> list[Block]:
 
 
 def _by_column(table: Table) -> list[HtmlTable]:
-    """A table for each task and setting that was run: all of them beside each other are too wide for a screen."""
+    """Return a table for each task and setting that was run: side by side they are too wide for a screen."""
     run = {(g.first.task, g.first.setting) for line in table.lines for g in line.groups}
     columns = [(task, setting) for task, setting in table.columns if _was_run(run, task, setting)] or table.columns
     heading = ["method", "seeds", *(name.capitalize() for name in FIGURES)]
@@ -174,12 +164,12 @@ def _by_column(table: Table) -> list[HtmlTable]:
 
 
 def _was_run(run: set[tuple[str, str]], task: str, setting: str) -> bool:
-    """On ADE20k a column has no setting."""
+    """Return whether a column was run; on ADE20k it has no setting."""
     return (task, setting) in run if setting else task in {task for task, _ in run}
 
 
 def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSection | None:
-    """The score against the number of increments; None where no method has finished tasks of two numbers."""
+    """Draw the score against the number of increments; None where no method has finished tasks of two numbers."""
     blocks = []
     for ladder in ladders_of(records):
         seeds = any(found.seeds > 1 for line in ladder.drawn for found in line.scores.values())
@@ -196,7 +186,7 @@ def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSectio
             + f" With more images than the others: {', '.join(replaying)}." * bool(replaying)
             + " Dashed level: all classes learnt at once." * bool(ladder.ceilings)
         )
-        drawn = keep(against_increments(ladder), folder, f"{ladder.key}-increments", caption)
+        drawn = keep(figures.against_increments(ladder), folder, f"{ladder.key}-increments", caption)
         heading = [f"{task}: {number} increment{'s' * (number > 1)}" for task, number in ladder.increments.items()]
         rows = [
             [line.label, *(figure_text(line.scores.get(task)) for task in ladder.increments)] for line in ladder.lines
@@ -206,10 +196,10 @@ def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSectio
 
 
 def section_blocks(section: Section, folder: Path) -> list[Block]:
-    """Curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
+    """Draw curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
     seeds = any(len(method.runs.seeds) > 1 for method in section.methods)
     drawn = keep(
-        curves(section), folder, f"{section.key}-curves",
+        figures.curves(section), folder, f"{section.key}-curves",
         "mIoU of the model after every step." + (" Lines are means, bands ± one standard deviation over seeds." * seeds)
         + (" Dashed level: all classes learnt at once." if section.ceilings else "")
         + (" Inc gives every step the same weight, whatever its number of classes, so new classes count more in it."
@@ -218,15 +208,15 @@ def section_blocks(section: Section, folder: Path) -> list[Block]:
     rows = [[method.label, *(_at(method, step) for step in range(len(section.steps)))] for method in section.methods]
     steps = HtmlTable(["All / Inc after", *section.step_names], rows)
     blocks = [Block("Step by step", tables=[steps], figures=[drawn])]
-    lost = forgetting(section)
+    lost = figures.forgetting(section)
     if lost is not None:
         caption = (
             "Forgetting: IoU right after a class was learnt minus IoU after the last step"
-            + (", as means of increments" if len(section.main.classes) > MOST_ROWS else "")
+            + (", as means of increments" if len(section.main.classes) > figures.MOST_ROWS else "")
             + f". Sorted by {section.main.label}. Short lines are good."
         )
         blocks.append(Block("Forgetting", figures=[keep(lost, folder, f"{section.key}-forgetting", caption)]))
-    areas = unknown_areas(section)
+    areas = figures.unknown_areas(section)
     if areas is not None:
         caption = (
             "Classes to come, on the whole test set: how well their pixels are told from learnt classes by the "
@@ -247,15 +237,15 @@ def _at(method: MethodRuns, step: int) -> str:
 
 def _class_block(section: Section, method: MethodRuns, index: int, folder: Path) -> Block:
     heat = keep(
-        class_heat_map(method, section.step_names), folder, f"{section.key}-classes-{index}",
+        figures.class_heat_map(method, section.step_names), folder, f"{section.key}-classes-{index}",
         f"{method.label}: left the IoU of every class after every step, right what each step changed: orange is what a "
         "new class cost the old ones, purple what they gained. Lines separate the steps that learnt the classes.",
     )  # fmt: skip
-    figures, texts = [heat], []
+    drawn, texts = [heat], []
     confusions = [method.confusion(step) for step in range(method.num_steps)]
     last = confusions[-1]
     classes = [(name, step) for name, step in method.classes if name != "background"]
-    if last is not None and len(classes) <= MOST_ROWS:
+    if last is not None and len(classes) <= figures.MOST_ROWS:
         names, learnt = ["background", *(n for n, _ in classes)], [0, *(step for _, step in classes)]
         has_background = "background" in method.longest.rows[0]["iou"]
         shares = last if has_background else np.where(np.arange(len(last))[:, None] == 0, np.nan, last)
@@ -264,20 +254,20 @@ def _class_block(section: Section, method: MethodRuns, index: int, folder: Path)
             "the columns behind the first line stands what later classes took; small shares are left out."
         )
         name = f"{section.key}-confusion-{index}"
-        figures.append(keep(confusion_map(shares, names, learnt), folder, name, caption))
-    taken = takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
+        drawn.append(keep(figures.confusion_map(shares, names, learnt), folder, name, caption))
+    taken = figures.takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
     if taken:
         texts.append("Who took whose pixels: " + "; ".join(_sentence(one, method.num_steps) for one in taken) + ".")
-    return Block(f"Class by class: {method.label}", texts, figures=figures, folded=index > 0)
+    return Block(f"Class by class: {method.label}", texts, figures=drawn, folded=index > 0)
 
 
-def _sentence(one: Taking, num_steps: int) -> str:
+def _sentence(one: figures.Taking, num_steps: int) -> str:
     later = f", and holds {100 * one.now:.0f} % at the end" if one.step < num_steps - 1 else ""
     return f"**{one.taker} took {100 * one.then:.0f} % of {one.victim}**{later}"
 
 
 def under_way(records: Sequence[RunRecord]) -> PageSection | None:
-    """The rows so far of runs that are not finished."""
+    """Return the rows so far of runs that are not finished."""
     going = [record for record in records if not record.finished and record.rows]
     rows = []
     for record in going:

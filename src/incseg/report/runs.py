@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def class_statistics(self) -> list[ClassStatistics]:
-        """Of a finished run."""
+        """Return the statistics of each class of a finished run."""
         return class_statistics(self.folder, self.rows) if self.classes is None else self.classes
 
     def as_row(self) -> dict[str, Any]:
@@ -178,11 +178,11 @@ def _left_out(place: object) -> Iterator[None]:
     try:
         yield
     except BROKEN as error:
-        log.warning(f"{place} is left out: {_one_line(error)}")
+        log.warning(f"{place} is left out: {one_line(error)}")
 
 
 def require_some(shown: Sequence[RunRecord], left_out: Sequence[str]) -> None:
-    """Where nothing is left to show, raise one line that says why: the warnings there would have been."""
+    """Raise one line that says why nothing is left to show: the warnings there would have been."""
     if not shown:
         more = f"; and {len(left_out) - _MOST_REASONS} more" if len(left_out) > _MOST_REASONS else ""
         raise UserError(f"nothing to show: {'; '.join(left_out[:_MOST_REASONS])}{more}; incseg train makes runs")
@@ -232,11 +232,12 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
         raise UserError(f"it has rows of {len(rows)} steps, and protocol.json has {num_steps}")
     final = _need(results, "final", dict, "results.json") if finished else {}
     figures: dict[str, Any] = {name: _number(final, name, "results.json") for name in ALL_FIGURES if finished}
-    names: dict[str, Any] = {
-        key: _need(protocol, key, str, "protocol.json") for key in ("dataset", "task", "setting", "order")
-    }
+    keys = ("dataset", "task", "setting", "order")
+    names: dict[str, Any] = {key: _need(protocol, key, str, "protocol.json") for key in keys}
     names["dataset"] = _dataset(names["dataset"], config)
     method = _need(_need(config, "method", dict, "config.yaml"), "name", str, "config.yaml")
+    rules = _need(protocol, "rules", dict, "protocol.json")
+    _need(rules, "name", str, "protocol.json")
     settings, usually = flatten(config), flatten(usual(config))
     command = _need(environment, "command", list, "environment.json")
     from_file = any(str(word).split("=")[0] == "--config" for word in command)
@@ -248,7 +249,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
         preset=_need(config, "preset", str | None, "config.yaml"),
         options=_options(settings, usually),
         settings=settings,
-        rules=_rules(protocol),
+        rules=rules,
         rows=rows,
         num_steps=num_steps,
         finished=finished,
@@ -262,7 +263,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
 
 
 def _dataset(name: str, config: dict[str, Any]) -> str:
-    """The name of a dataset; folders of one's own are different datasets, told apart by their names."""
+    """Return the name of a dataset; each folder of one's own is a dataset, named by the folder."""
     root = (config.get("data") or {}).get("root")
     return f"{name} {Path(str(root)).name}".strip() if name == "folder" and root else name
 
@@ -374,7 +375,7 @@ def _read_summary(folder: Path, saved: dict[str, Any], usual: Usual) -> list[Run
         retests = [{**run, **values} for values in _need(saved, "retests", list, "it")]
         records = [_record(folder, values) for values in (run, *retests)]
     except (UserError, TypeError) as error:  # a TypeError where there is a field too many
-        raise UserError(f"{_one_line(error)}; {_RESTORE}") from error
+        raise UserError(f"{one_line(error)}; {_RESTORE}") from error
     data = {"name": records[0].settings.get("data.name", records[0].dataset)}
     usually = flatten(usual({"preset": records[0].preset, "method": {"name": records[0].method}, "data": data}))
     return [replace(record, options=_options(record.settings, usually)) for record in records]
@@ -428,21 +429,13 @@ def _check_row(row: Any, index: int) -> None:
         _need(_need(row, "seconds", dict, where), name, int | float, where)
 
 
-def _rules(protocol: dict[str, Any]) -> dict[str, str]:
-    rules = _need(protocol, "rules", dict, "protocol.json")
-    _need(rules, "name", str, "protocol.json")
-    return rules
-
-
 def _options(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    differing = {
-        key: value for key, value in optional_settings(settings).items() if key not in usual or value != usual[key]
-    }
-    return {key.removeprefix("method."): value for key, value in differing.items()}
+    optional = optional_settings(settings).items()
+    return {key.removeprefix("method."): value for key, value in optional if key not in usual or value != usual[key]}
 
 
 def optional_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that can be options; a file of weights or a folder of photographs by its name alone."""
+    """Return the settings that can be options; a file of weights or a folder of photographs by its name alone."""
     return {
         key: os.path.basename(value) if key in _PATHS and isinstance(value, str) else value
         for key, value in settings.items()
@@ -451,8 +444,8 @@ def optional_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """What was set otherwise than in another run: {"scope": (there, here)}. A setting that one of the two versions of
-    incseg did not have is none."""
+    """Return what was set otherwise than in another run: {"scope": (there, here)}. A setting that one of the two
+    versions of incseg did not have is none."""
     here = {**optional_settings(record.settings), "rules": record.rules["name"]}
     there = {**optional_settings(default.settings), "rules": default.rules["name"]}
     differing = {key: (there[key], here[key]) for key in here if key in there and there[key] != here[key]}
@@ -463,7 +456,7 @@ def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]
 
 
 def shown_path(path: Path) -> str:
-    """A path as it may stand in a file that others read: from here, or where it lies elsewhere its end."""
+    """Return a path as it may stand in a file that others read: from here, or where it lies elsewhere its end."""
     try:
         return path.resolve().relative_to(Path.cwd().resolve()).as_posix() or "."
     except ValueError:
@@ -471,14 +464,13 @@ def shown_path(path: Path) -> str:
 
 
 def shown_command(tokens: Sequence[Any]) -> str:
-    """A command as another machine would type it: files that lie elsewhere by their names."""
-    words = [str(token) for token in tokens]
-    words = ["incseg" if i == 0 else _without_place(word) for i, word in enumerate(words)]
-    return shlex.join(words)
+    """Return a command as another machine would type it: files that lie elsewhere by their names."""
+    return shlex.join(["incseg", *(_without_place(str(token)) for token in tokens[1:])])
 
 
 def _as_flags(folder: Path, settings: dict[str, Any], usual: dict[str, Any]) -> list[Any]:
-    """The command of a run that took its settings from a file, as of a queue: a reader does not have that file."""
+    """Return the command of a run that took its settings from a file, as of a queue: a reader does not have that
+    file."""
     always = {"preset": "preset", "data": "data.name", "root": "data.root", "task": "task", "setting": "setting",
               "method": "method.name", "seed": "seed"}  # fmt: skip
     words = ["incseg", "train"]
@@ -499,7 +491,7 @@ def _without_place(word: str) -> str:
 
 
 def options_text(options: dict[str, Any]) -> str:
-    """balancing odds, train.lr 0.1"""
+    """Return options as text: balancing odds, train.lr 0.1."""
     return ", ".join(f"{name} {value_text(value)}" for name, value in sorted(options.items()))
 
 
@@ -508,17 +500,10 @@ def value_text(value: Any) -> str:
 
 
 def _machine(environment: dict[str, Any]) -> str:
-    parts = [
-        f"incseg {environment.get('incseg')}",
-        f"torch {environment.get('torch')}",
-        f"Python {environment.get('python')}",
-        str(environment.get("platform")),
-        f"{environment.get('cpus')} CPUs",
-        f"device {environment.get('device')}",
-    ]
-    return ", ".join(parts)
+    known = {key: environment.get(key) for key in ("incseg", "torch", "python", "platform", "cpus", "device")}
+    return "incseg {incseg}, torch {torch}, Python {python}, {platform}, {cpus} CPUs, device {device}".format(**known)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
     return " ".join(text.split())

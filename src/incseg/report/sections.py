@@ -10,10 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from incseg.report.class_statistics import read_confusion
-from incseg.report.compare import JOINT, learns_everything, lines_of, replays
 from incseg.report.published import family_of, family_rank
 from incseg.report.runs import RunRecord, options_text
-from incseg.report.tables import Group, Spread, group, spread, task_rank
+from incseg.report.tables import JOINT, Group, Spread, group, learns_everything, lines_of, replays, spread, task_rank
 
 MAIN = "evidential"
 """The method that stands above, where it was run."""
@@ -30,16 +29,16 @@ class MethodRuns:
 
     @property
     def num_steps(self) -> int:
-        """Steps that at least one seed has done."""
+        """Return how many steps at least one seed has done."""
         return max(len(record.rows) for record in self.runs.records)
 
     @property
     def longest(self) -> RunRecord:
-        """The run that has got furthest, smallest seed first: the one whose models are shown."""
+        """Return the run that has got furthest, smallest seed first: the one whose models are shown."""
         return max(self.runs.records, key=lambda record: len(record.rows))
 
     def figure(self, name: str, step: int) -> Spread | None:
-        """Base, New, All or Inc after a step, over the seeds that have done it."""
+        """Return Base, New, All or Inc after a step, over the seeds that have done it."""
         return spread(record.rows[step][name] for record in self.runs.records if step < len(record.rows))
 
     def iou(self, name: str, step: int) -> float | None:
@@ -48,7 +47,7 @@ class MethodRuns:
 
     @property
     def classes(self) -> list[tuple[str, int]]:
-        """Every learnt class with the step that learnt it; the background, where it counts, first."""
+        """Return every learnt class with the step that learnt it; the background, where it counts, first."""
         rows = self.longest.rows
         learnt = [(name, row["index"]) for row in rows for name in row["classes"]]
         return ([("background", 0)] if "background" in rows[0]["iou"] else []) + learnt
@@ -94,7 +93,7 @@ class Section:
 
     @cached_property
     def steps(self) -> list[tuple[str, ...]]:
-        """The classes of each step that any run has done."""
+        """Return the classes of each step that any run has done."""
         longest = max((method.longest for method in self.methods), key=lambda record: len(record.rows))
         return [tuple(row["classes"]) for row in longest.rows]
 
@@ -104,15 +103,15 @@ class Section:
 
 
 def step_name(index: int, classes: Sequence[str]) -> str:
-    """+ sheep; of many classes their number."""
+    """Return the name of a step: + sheep, or the number of many classes."""
     sign = "+ " if index else ""
     short = len(classes) == 1 or sum(map(len, classes)) <= 14
     return sign + (", ".join(classes) if short else f"{len(classes)} classes")
 
 
 def sections_of(records: Sequence[RunRecord]) -> list[Section]:
-    """Sections of runs that have done a step, in the order of tables; retests and summaries, which have no steps to
-    show, left out."""
+    """Return sections of runs that have done a step, in the order of tables; retests and summaries, which have no steps
+    to show, left out."""
     groups = group([r for r in records if r.retest is None and not r.is_summary and r.rows])
     sections = []
     for dataset in sorted({one.first.dataset for one in groups}):
@@ -138,7 +137,8 @@ def _with_keys(sections: Sequence[Section]) -> list[Section]:
 
 
 def _file_names(titles: Sequence[str]) -> list[str]:
-    """Own groups of class names are tasks too, and may differ only in what no file is named by."""
+    """Return a file name for each title, no two alike: own groups of class names may differ only in special
+    characters."""
     names: list[str] = []
     for title in titles:
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in title)[:80]
@@ -147,8 +147,8 @@ def _file_names(titles: Sequence[str]) -> list[str]:
 
 
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
-    """The main method with the fewest options first. Labels are short, as figures need them: a method by its name, and
-    only where there are several of that name by what they differ in; the tables tell everything."""
+    """Return the main method with the fewest options first. Labels are short, as figures need them: a method by its
+    name, and only where there are several of that name by what they differ in; the tables tell everything."""
     full = [(line.label.replace("`", ""), one) for line in lines_of(dataset, groups, []) for one in line.groups]
     short = [_short_label(one.first, [other.first for _, other in full]) for _, one in full]
     found = [
@@ -207,7 +207,8 @@ class Ladder:
 
     @property
     def drawn(self) -> list[LadderLine]:
-        """All lines; of too many first those with the most numbers, then methods as they are, then the highest."""
+        """Return all lines; of too many first those with the most numbers, then methods as they are, then the
+        highest."""
         best = sorted(self.lines, key=self._rank)[:MOST_LINES]
         return [line for line in self.lines if line in best]
 
@@ -217,7 +218,7 @@ class Ladder:
 
 
 def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
-    """A ladder for each dataset, setting, class order, preset, label rules and set of classes that has one.
+    """Return a ladder for each dataset, setting, class order, preset, label rules and set of classes that has one.
 
     Finished runs only, and of these the last model alone, so that runs of which only the figures were saved count too.
     """
@@ -245,7 +246,7 @@ def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
 
 
 def _place(record: RunRecord, setting: str | None = None) -> tuple[str, ...]:
-    """What runs must have in common; joint training belongs to every setting."""
+    """Return what runs must have in common; joint training belongs to every setting."""
     # a set, because summaries of joint runs name each class twice
     classes = sorted({name for row in record.rows for name in row["classes"]})
     rules = str(record.rules["name"])

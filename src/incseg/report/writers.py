@@ -1,4 +1,4 @@
-"""A table as Markdown, LaTeX, HTML, CSV or JSON."""
+"""A table as Markdown, LaTeX, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from incseg.metrics.continual import FIGURES
-from incseg.report.compare import Line, Table, as_json
 from incseg.report.runs import RunRecord, options_text
-from incseg.report.tables import Spread
+from incseg.report.tables import Line, Spread, Table, as_json
 
 FORMATS = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 """What tables can be written as, and how such a file's name ends."""
 
 
 def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) -> str:
-    """Tables of these records in one of FORMATS."""
+    """Return tables of these records in one of FORMATS."""
     if kind == "json":
         return json.dumps(as_json(tables, records), indent=1, ensure_ascii=False) + "\n"
     if kind == "csv":
@@ -28,7 +27,7 @@ def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) ->
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """The lines of a table; the first `left` columns are text, the others figures."""
+    """Return the lines of a table; the first `left` columns are text, the others figures."""
     rule = ["---" if i < left else "---:" for i in range(len(heading))]
     return [_markdown_row(heading), f"|{'|'.join(rule)}|", *(_markdown_row(row) for row in rows)]
 
@@ -38,7 +37,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def figure_text(value: Spread | None, digits: int = 1) -> str:
-    """49.1, over seeds 49.1 ± 1.2, with a variance alone 49.1 (var 1.4)."""
+    """Return 49.1, over seeds 49.1 ± 1.2, with a variance alone 49.1 (var 1.4)."""
     if value is None:
         return ""
     if value.deviation is not None:
@@ -62,7 +61,7 @@ def cells_of(table: Table, line: Line) -> list[str]:
 
 
 def seeds_text(line: Line) -> str:
-    """3, or 1–3 where cells differ; empty where a publication does not tell."""
+    """Return 3, or 1–3 where cells differ; empty where a publication does not say."""
     if not line.seeds or line.seeds == [0]:
         return ""
     return "–".join(str(seeds) for seeds in dict.fromkeys((line.seeds[0], line.seeds[-1])))
@@ -91,7 +90,7 @@ def code_block(lines: Iterable[str]) -> list[str]:
 
 
 def to_latex(table: Table) -> str:
-    """A tabular in the paper's layout, with two lines of headings; needs no package."""
+    """Return a tabular in the paper's layout, with two lines of headings; needs no package."""
     width = len(FIGURES)
     spans, settings = [], []
     for task, columns in groupby(table.columns, key=lambda column: column[0]):
@@ -123,7 +122,7 @@ _LATEX = {
 
 
 def _latex(text: str) -> str:
-    """Markdown's **bold** and `code` as commands, every other character as itself."""
+    """Turn Markdown's **bold** and `code` into commands; every other character stays itself."""
     parts = re.split("`([^`]*)`", text.removeprefix("**").removesuffix("**"))
     shown = "".join(rf"\texttt{{{_escaped(part)}}}" if i % 2 else _escaped(part) for i, part in enumerate(parts))
     return rf"\textbf{{{shown}}}" if text.startswith("**") else shown
@@ -134,7 +133,7 @@ def _escaped(text: str) -> str:
 
 
 def to_csv(tables: Iterable[Table]) -> str:
-    """One line for each method, task and setting; standard deviation and variance under their names."""
+    """Return a line for each method, task and setting; standard deviation and variance under their names."""
     text = io.StringIO()
     parts = ("", "_standard_deviation", "_variance")
     names = ("dataset", "source", "method", "options", "task", "setting", "order", "preset", "rules", "seeds")
