@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from incseg.experiment import train
 from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
 from incseg.report.figures import Reliability, Unknown, against_increments, class_heat_map, class_table, takings
+from incseg.report.page import Block, HtmlTable, PageSection, inline_html, page
 from incseg.report.pictures import (
     each_once,
     extremes,
@@ -412,6 +414,17 @@ def test_odd_names_and_tasks_that_look_alike_in_file_names(tmp_path: Path) -> No
     assert first.key != second.key
     keep(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is no mathematics
     assert ElementTree.parse(tmp_path / "odd.svg")
+
+
+def test_every_text_of_a_page_is_escaped() -> None:
+    odd = "<i>&"
+    figure = Drawn("figure", odd, "<svg></svg>", {"letter": "<path/>"})
+    block = Block(odd, [odd], [HtmlTable([odd], [[odd, odd]], odd)], [odd], [odd], [figure])
+    text = page(odd, odd, [odd], [PageSection(odd, [block, replace(block, folded=True)])], odd)
+    assert "<i>" not in text
+    assert text.count("&lt;i&gt;&amp;") == 7 + 2 * 9  # title twice, about, warning, section twice, footer; each block
+    assert "<svg></svg>" in text
+    assert inline_html("**a<b** and `c`") == "<strong>a&lt;b</strong> and <code>c</code>"
 
 
 @pytest.mark.usefixtures("undrawn")

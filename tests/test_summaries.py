@@ -20,7 +20,7 @@ from PIL import Image
 from incseg.cli import main
 from incseg.cli.settings import usual_settings
 from incseg.engine.rundir import RunDir
-from incseg.files import with_checksum, write_array, write_record
+from incseg.files import with_checksum, write_array, write_compact_json, write_record
 from incseg.inference import load
 from incseg.report.runs import RunRecord, Usual, collected_warnings, optional_settings, read_runs, write_summaries
 from incseg.types import UserError
@@ -330,6 +330,16 @@ def test_a_summary_has_no_models(argv: list[str], runs: Path, capsys: pytest.Cap
     with pytest.raises(UserError, match="is a summary"):
         load(file)
     assert sorted(path.name for path in Path().iterdir()) == ["a.png", "runs", "saved"]
+
+
+def test_compact_json_has_short_values_on_one_line() -> None:
+    value = {"rows": [{"name": "é", "all": 40.5}, {"name": "b" * 99, "more": ["c" * 30, None, {}]}], "empty": []}
+    write_compact_json(Path("a.json"), value)
+    text = Path("a.json").read_text(encoding="utf-8")
+    assert json.loads(text) == value
+    assert ' {"name": "é", "all": 40.5},\n' in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(text.splitlines()) == 10
 
 
 STUDY = ROOT / "results/voc-laptop"

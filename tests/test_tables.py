@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -657,6 +658,20 @@ def test_compare_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr()
     assert shown.err.startswith("warning: runs/c is left out: ")
     assert "| `evidential` | 1 |" in shown.out
+
+
+def test_a_warning_is_shown_once_whoever_handles_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training shows warnings by a handler; the tables show their own, on one line."""
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b")
+    handler, log = logging.StreamHandler(), logging.getLogger("incseg")
+    log.addHandler(handler)
+    try:
+        assert main(["compare", "runs"]) == 0
+    finally:
+        log.removeHandler(handler)
+    assert capsys.readouterr().err == "warning: runs/b is left out: the same settings and seed 42 as runs/a\n"
+    assert log.level == logging.NOTSET
 
 
 def test_compare_warns_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

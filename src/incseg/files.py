@@ -110,15 +110,16 @@ def write_compact_json(path: Path, value: Any) -> None:
     write_text(path, _compact_json(value, 0) + "\n")
 
 
-def _compact_json(value: Any, depth: int) -> str:
+def _compact_json(value: Any, depth: int, name: str = "") -> str:
+    """Return the text of a value that stands at this depth after its name."""
     text = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or depth + len(text) < 120:
-        return text
-    items = [_compact_json(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
-    if isinstance(value, dict):
-        items = [f"{json.dumps(key, ensure_ascii=False)}: {item}" for key, item in zip(value, items, strict=True)]
+    if not isinstance(value, dict | list) or depth + len(name + text) < 120:
+        return name + text
+    named = value if isinstance(value, list) else value.values()
+    names = [""] * len(value) if isinstance(value, list) else [f"{json.dumps(k, ensure_ascii=False)}: " for k in value]
+    items = [_compact_json(item, depth + 1, own) for item, own in zip(named, names, strict=True)]
     inner = ",\n".join(" " * (depth + 1) + item for item in items)
-    return f"{text[0]}\n{inner}\n{' ' * depth}{text[-1]}"
+    return f"{name}{text[0]}\n{inner}\n{' ' * depth}{text[-1]}"
 
 
 def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:

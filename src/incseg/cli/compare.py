@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folders, folders with run folders in them, or summaries (runs.jsonl)",
+        help="run folders, folders of run folders, or summaries (runs.jsonl, and runs.jsonl/NAME for one run of it)",
     )
     parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folders, folders with run folders in them, or summaries (runs.jsonl)",
+        help="run folders, folders of run folders, or summaries (runs.jsonl, and runs.jsonl/NAME for one run of it)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page goes (default: RUN/report)")
     parser.add_argument(

@@ -465,8 +465,8 @@ def _ranking_curves(roc: Axes, precision: Axes, counts: Unknown, index: int, lab
 
 @styled
 def unknown_areas(section: Section) -> Figure | None:
-    """Draw the area under the ROC of classes to come after every step, from the runs' own tests; None where nothing is to
-    come.
+    """Draw the area under the ROC of classes to come after every step, from the runs' own tests; None where there are
+    none.
 
     A run of another version may not have counted them.
     """
