@@ -213,12 +213,15 @@ def test_a_damaged_file_of_summaries_is_not_written_over(
 ) -> None:
     script.main(["runs/s"])
     file = Path("results/s/runs.jsonl")
-    change(file, "e1337", b"<<<<<<< HEAD")
-    before = file.read_bytes()
-    capsys.readouterr()
-    assert script.main(["runs/s"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {file} line 2 is damaged (")
-    assert file.read_bytes() == before
+    whole = file.read_bytes()
+    for line, said in ((b"<<<<<<< HEAD", "line 2 is damaged ("), (b"{}", "line 2 lacks 'name'")):
+        file.write_bytes(whole)
+        change(file, "e1337", line)
+        before = file.read_bytes()
+        capsys.readouterr()
+        assert script.main(["runs/s"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {file} {said}")
+        assert file.read_bytes() == before
 
 
 def test_compare_takes_summaries_beside_ones_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,7 +304,7 @@ def write_summaries(records: Sequence[RunRecord], runs: Path, file: Path) -> int
 
     A run is named by its folder below `runs`. What the file holds of other runs stays.
     """
-    lines = {_parsed(line, where)["name"]: line for where, line in _lines(file)}
+    lines = {_need(_parsed(line, where), "name", str, where): line for where, line in _lines(file)}
     finished = [record for record in records if record.finished and record.retest is None]
     for run in finished:
         name = run.folder.relative_to(runs).as_posix()
@@ -343,10 +343,9 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
-        values = without_checksum(json.loads(line), where, _RESTORE)
+        return without_checksum(json.loads(line), where, _RESTORE)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is damaged ({error}); {_RESTORE}") from error
-    return {"name": None, **values}
 
 
 def _read_summaries(place: Path, usual: Usual) -> list[RunRecord]:
@@ -359,7 +358,7 @@ def _read_summaries(place: Path, usual: Usual) -> list[RunRecord]:
         for where, line in _lines(file):
             with _left_out(where):
                 saved = _parsed(line, "it")
-                folder = file / str(saved["name"])
+                folder = file / str(saved.get("name"))
                 if place in (folder, *folder.parents):
                     found += _read_summary(folder, saved, usual)
         if not found and place != file:
