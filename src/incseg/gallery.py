@@ -26,9 +26,8 @@ from incseg.inference import Predictor, Result, load
 from incseg.metrics.uncertainty import BINS, score_counts
 from incseg.models.files import load_segmenter
 from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
-from incseg.report.page import Block
+from incseg.report.page import Block, caption
 from incseg.report.pictures import (
-    SCORE_RULE,
     Classes,
     Row,
     Tile,
@@ -152,8 +151,8 @@ class Gallery:
             for row, chosen in enumerate((unseen, pixels)):
                 histograms[other][row] += score_counts(torch.from_numpy(scores[other][chosen]))
 
-    def keep(self, name: str, caption: str, rows: Sequence[Row]) -> Drawn:
-        return keep(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", caption)
+    def keep(self, name: str, text: str, rows: Sequence[Row]) -> Drawn:
+        return keep(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", text)
 
 
 def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) -> None:
@@ -261,13 +260,7 @@ def blocks(gallery: Gallery) -> list[Block]:
         _made(title, lambda make=make: make(gallery, methods, chosen))  # type: ignore[misc]
         for title, make in (("Probabilities", _probabilities), ("Predictions", _methods), ("Every step", _steps))
     ]
-    rule = (
-        f"{len(gallery.photos)} of {gallery.of_all} test images, evenly chosen by their place in the list, were shown "
-        f"to the models of the smallest seed. {SCORE_RULE} Ranked by {methods[0].label} after its last step: hardest "
-        "is the lowest score, best the highest, median the one in the middle, among the images that show a learnt "
-        "class; largest fall is where the score fell most from an earlier step to the last; largest lead and lag are "
-        "where it is furthest ahead of and behind the best of the other methods. Nothing is chosen by hand."
-    )
+    rule = caption("rule", len(gallery.photos), gallery.of_all, methods[0].label)
     return [
         certainty,
         Block("Which images are shown", [rule, *gallery.missing]),
@@ -288,13 +281,8 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
     section, looks = gallery.section, gallery.looks
     index_of = {method.label: index for index, method in enumerate(section.methods)}
     by_method = {m.label: (index_of[m.label], looks[m.label][-1].reliability) for m in methods}
-    few = f"{len(gallery.photos)} test images"
-    caption = (
-        f"Reliability of the last models on {few}: of the pixels whose predicted label has probability p, which share "
-        "is right? On the dashed line a model is as right as it is sure; below it, too sure. The lower panel tells how "
-        "many pixels there are. The calibration error is the distance to the line, averaged over pixels."
-    )
-    figures = [keep(reliability(by_method), gallery.folder, f"{section.key}-reliability", caption)]
+    text = caption("reliability", len(gallery.photos))
+    figures = [keep(reliability(by_method), gallery.folder, f"{section.key}-reliability", text)]
     counts: dict[str, dict[str, tuple[int, Unknown]]] = {"seen": {}, "background": {}}
     for method in methods:
         for other, found in looks[method.label][0].unknown.items():
@@ -305,12 +293,8 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
     counts = {other: by_method for other, by_method in counts.items() if by_method}  # no panel without a curve
     texts: list[str] = []
     if counts:
-        caption = (
-            f"Does the model know what it does not know? The models after step 0 on {few}: pixels of classes that are "
-            "learnt in later steps, told from pixels of learnt classes by the uncertainty u, and from true background "
-            "by 1 − P(background). The dashed line is guessing."
-        )
-        figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", caption))
+        text = caption("unknown", len(gallery.photos))
+        figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", text))
     elif section.main.longest.num_steps > 1:
         texts = ["None of these images shows a class of a later step, so there are no curves of unknown classes."]
     return Block("Certainty and unknown classes", texts, figures=figures)
@@ -359,15 +343,9 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
         rows.append(Row(tiles, method.label))
     if len(rows) == 1:
         rows[0] = Row([*_photo_tiles(gallery, photo), *rows[0].tiles[1:]], rows[0].label)
-    above = methods[0].label
-    if len(methods) > 1:
-        above += f" above, {methods[1].label}, the best of the others by All, below"
-    caption = (
-        f"The paper's figure 2 on {gallery.photos[photo].name}: {above}. Where every class is unlikely, the evidential "
-        "model is uncertain, and its uncertainty is the probability of background. The image is the median of those "
-        "that show at least two learnt classes (1 % of the pixels each)."
-    )
-    return Block("Probabilities", figures=[gallery.keep("probabilities", caption, rows)])
+    other = methods[1].label if len(methods) > 1 else None
+    text = caption("probabilities", gallery.photos[photo].name, methods[0].label, other)
+    return Block("Probabilities", figures=[gallery.keep("probabilities", text, rows)])
 
 
 def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
@@ -382,9 +360,8 @@ def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, 
             look = gallery.looks[method.label][-1]
             tiles.append(Tile(method.label + _score_text(look, photo), look.predicted[photo]))
         rows.append(Row(tiles, name))
-    names = "; ".join(f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items())
-    caption = f"The paper's figure 3: predictions after the last step, with each image's score. From above: {names}."
-    return Block(title, figures=[gallery.keep("methods", caption, rows)])
+    text = caption("methods", [f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items()])
+    return Block(title, figures=[gallery.keep("methods", text, rows)])
 
 
 def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
@@ -408,11 +385,8 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
             above = [*_photo_tiles(gallery, photo), *predicted] if first == 0 else predicted
             rows.append(Row(above, "prediction", 0 if first == 0 else 2))
             rows.append(Row([Tile("", results[name][k].uncertainty) for k in some], "uncertainty", 2))
-        caption = (
-            f"The paper's figure 4, {name}: {gallery.photos[photo].name} by {main.label} after every step, prediction "
-            "above, uncertainty u below; bright is background, or something the model does not know."
-        )
-        figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", caption, rows))
+        text = caption("steps", name, gallery.photos[photo].name, main.label)
+        figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", text, rows))
     return Block("The same image after every step", figures=figures)
 
 
@@ -443,10 +417,7 @@ def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
             tiles = [Tile(label + _score_text(look, photo), look.predicted[photo]) for label, look in looks.items()]
             rows.append(Row([*_photo_tiles(gallery, photo)[number : number + 1], *tiles], gallery.section.task))
             rows[-1] = dataclasses.replace(rows[-1], start=0 if number < 2 else 1)
-        caption = (
-            f"The paper's supplement: {first.photos[photo].name} after the last step of different tasks. Of the images "
-            f"shown to the models it is the one on which {main} differs most between the tasks."
-        )
-        drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", caption)
+        text = caption("tasks", first.photos[photo].name, main)
+        drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", text)
         found.append(Block(f"{dataset}: task against task", figures=[drawn]))
     return found

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -68,20 +69,26 @@ def page(title: str, about: str, warnings: Sequence[str], sections: Sequence[Pag
     letters: dict[str, str] = {}
     for figure in (figure for section in sections for block in section.blocks for figure in block.figures):
         letters |= figure.letters
-    return _template().render(
+    return _template("page.html.jinja").render(
         title=title, about=about, warnings=warnings, sections=sections, footer=footer, letters="".join(letters.values())
     )
 
 
+def caption(of: str, *values: Any, **named: Any) -> str:
+    """Return a text of captions.jinja."""
+    return " ".join(str(getattr(_template("captions.jinja").module, of)(*values, **named)).split())
+
+
 @functools.cache
-def _template() -> jinja2.Template:
+def _template(name: str) -> jinja2.Template:
+    is_html = name.endswith(".html.jinja")
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, autoescape=is_html,
+        trim_blocks=is_html, lstrip_blocks=is_html, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["inline"] = inline_html
     environment.globals["figures_folder"] = FIGURES_FOLDER
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)
 
 
 def inline_html(text: str) -> Markup:
@@ -174,19 +181,9 @@ def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSectio
     for ladder in ladders_of(records):
         seeds = any(found.seeds > 1 for line in ladder.drawn for found in line.scores.values())
         replaying = [line.label for line in ladder.drawn if line.replays]
-        fewer = len(ladder.drawn) < len(ladder.lines)
         shared = len(set(ladder.increments.values())) < len(ladder.increments)
-        caption = (
-            "mIoU over all classes after the last step, against the number of increments (the paper's figure 1, right)."
-            + " Points are means, bars ± one standard deviation over seeds." * seeds
-            + f" Drawn are {len(ladder.drawn)} of {len(ladder.lines)} lines: first those with the most numbers of "
-            "increments, then methods without options, then the highest scores. The table has all."
-            * fewer
-            + " Tasks of the same number stand side by side, in the order of their names." * shared
-            + f" With more images than the others: {', '.join(replaying)}." * bool(replaying)
-            + " Dashed level: all classes learnt at once." * bool(ladder.ceilings)
-        )
-        drawn = keep(figures.against_increments(ladder), folder, f"{ladder.key}-increments", caption)
+        text = caption("increments", ladder, seeds, shared, replaying)
+        drawn = keep(figures.against_increments(ladder), folder, f"{ladder.key}-increments", text)
         heading = [f"{task}: {number} increment{'s' * (number > 1)}" for task, number in ladder.increments.items()]
         rows = [
             [line.label, *(figure_text(line.scores.get(task)) for task in ladder.increments)] for line in ladder.lines
@@ -198,31 +195,17 @@ def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSectio
 def section_blocks(section: Section, folder: Path) -> list[Block]:
     """Draw curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
     seeds = any(len(method.runs.seeds) > 1 for method in section.methods)
-    drawn = keep(
-        figures.curves(section), folder, f"{section.key}-curves",
-        "mIoU of the model after every step." + (" Lines are means, bands ± one standard deviation over seeds." * seeds)
-        + (" Dashed level: all classes learnt at once." if section.ceilings else "")
-        + (" Inc gives every step the same weight, whatever its number of classes, so new classes count more in it."
-           if len(section.steps) > 1 else ""),
-    )  # fmt: skip
+    drawn = keep(figures.curves(section), folder, f"{section.key}-curves", caption("curves", section, seeds))
     rows = [[method.label, *(_at(method, step) for step in range(len(section.steps)))] for method in section.methods]
     steps = HtmlTable(["All / Inc after", *section.step_names], rows)
     blocks = [Block("Step by step", tables=[steps], figures=[drawn])]
     lost = figures.forgetting(section)
     if lost is not None:
-        caption = (
-            "Forgetting: IoU right after a class was learnt minus IoU after the last step"
-            + (", as means of increments" if len(section.main.classes) > figures.MOST_ROWS else "")
-            + f". Sorted by {section.main.label}. Short lines are good."
-        )
-        blocks.append(Block("Forgetting", figures=[keep(lost, folder, f"{section.key}-forgetting", caption)]))
+        text = caption("forgetting", section.main.label, merged=len(section.main.classes) > figures.MOST_ROWS)
+        blocks.append(Block("Forgetting", figures=[keep(lost, folder, f"{section.key}-forgetting", text)]))
     areas = figures.unknown_areas(section)
     if areas is not None:
-        caption = (
-            "Classes to come, on the whole test set: how well their pixels are told from learnt classes by the "
-            "uncertainty, and from true background by 1 − P(background). 1 is perfect, the dashed line guessing."
-        )
-        drawn = keep(areas, folder, f"{section.key}-unknown-steps", caption)
+        drawn = keep(areas, folder, f"{section.key}-unknown-steps", caption("unknown_steps"))
         blocks.append(Block("Classes not learnt yet", figures=[drawn]))
     for index, method in enumerate(section.methods):
         blocks.append(_class_block(section, method, index, folder))
@@ -236,12 +219,9 @@ def _at(method: MethodRuns, step: int) -> str:
 
 
 def _class_block(section: Section, method: MethodRuns, index: int, folder: Path) -> Block:
-    heat = keep(
-        figures.class_heat_map(method, section.step_names), folder, f"{section.key}-classes-{index}",
-        f"{method.label}: left the IoU of every class after every step, right what each step changed: orange is what a "
-        "new class cost the old ones, purple what they gained. Lines separate the steps that learnt the classes.",
-    )  # fmt: skip
-    drawn, texts = [heat], []
+    heat = figures.class_heat_map(method, section.step_names)
+    drawn = [keep(heat, folder, f"{section.key}-classes-{index}", caption("classes", method.label))]
+    texts = []
     confusions = [method.confusion(step) for step in range(method.num_steps)]
     last = confusions[-1]
     classes = [(name, step) for name, step in method.classes if name != "background"]
@@ -249,12 +229,8 @@ def _class_block(section: Section, method: MethodRuns, index: int, folder: Path)
         names, learnt = ["background", *(n for n, _ in classes)], [0, *(step for _, step in classes)]
         has_background = "background" in method.longest.rows[0]["iou"]
         shares = last if has_background else np.where(np.arange(len(last))[:, None] == 0, np.nan, last)
-        caption = (
-            f"{method.label}, after the last step: where the pixels of each true class went, in percent of the row. In "
-            "the columns behind the first line stands what later classes took; small shares are left out."
-        )
-        name = f"{section.key}-confusion-{index}"
-        drawn.append(keep(figures.confusion_map(shares, names, learnt), folder, name, caption))
+        confusion = figures.confusion_map(shares, names, learnt)
+        drawn.append(keep(confusion, folder, f"{section.key}-confusion-{index}", caption("confusion", method.label)))
     taken = figures.takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
     if taken:
         texts.append("Who took whose pixels: " + "; ".join(_sentence(one, method.num_steps) for one in taken) + ".")

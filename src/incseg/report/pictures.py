@@ -205,10 +205,6 @@ class _Legend:
 
 LEAST_SHARE = 0.01
 """Of an image's pixels that a label must have to count as shown: a few stray pixels must not halve a score."""
-SCORE_RULE = (
-    "An image's score is its IoU averaged over the labels, background too, that its truth or the prediction shows on "
-    "at least 1 % of the pixels."
-)
 
 
 def image_score(predicted: np.ndarray, truth: np.ndarray) -> float:
