@@ -19,21 +19,21 @@ test: lint
 	$(BIN)/python -m pytest -n 2
 
 lint: setup
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 
-# pages of results/ and tables of the docs from the run folders under RUNS and from what was kept of others; trains nothing
+# pages of results/ and tables of the docs from the run folders under RUNS and from the summaries of others (results/NAME/runs.jsonl); trains nothing
 results: setup
-	$(BIN)/python scripts/results.py $(RUNS)
-	$(BIN)/python scripts/doc_tables.py
+	$(BIN)/python tools/results.py $(RUNS)
+	$(BIN)/python tools/doc_tables.py
 
 results-shapes: setup
-	$(BIN)/python scripts/compare_shapes.py
+	$(BIN)/python tools/compare_shapes.py
 
 # speed and memory against their aims, on a quiet machine; what it compares with stays in an environment of its own
 bench: $(BENCH)/.installed
-	$(BENCH)/bin/incseg bench
+	$(BENCH)/bin/python -m tools.bench
 
 $(BENCH)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
@@ -42,7 +42,7 @@ $(BENCH)/.installed: pyproject.toml
 
 # every fault that we know how to cause, counted in results/torture.md; a short form of it is among the tests
 torture: setup
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/torture.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.torture
 
 setup: $(READY)
 

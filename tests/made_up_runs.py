@@ -24,8 +24,8 @@ DEFAULT_PRESETS = {"voc": "voc-laptop", "ade20k": "paper-ade", "shapes": "shapes
 
 
 def script(name: str) -> ModuleType:
-    """A file of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"scripts/{name}.py")
+    """A file of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / f"tools/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

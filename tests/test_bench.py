@@ -13,25 +13,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from incseg.bench import BENCHES, measure
-from incseg.bench.loss import FORMS, prepare
-from incseg.bench.measure import Aim, Figures, Section, Settings, Spread, cost, in_turn, ratios
-from incseg.bench.page import keep
-from incseg.bench.stage import QUICK_NETWORK, grown
-from incseg.cli import main
-from incseg.cli.bench import NAMES
 from incseg.types import UserError
+from tools.bench import BENCHES, measure
+from tools.bench.__main__ import main
+from tools.bench.loss import FORMS, prepare
+from tools.bench.measure import Aim, Figures, Section, Settings, Spread, cost, in_turn, ratios
+from tools.bench.page import keep
+from tools.bench.stage import QUICK_NETWORK, grown
 
 QUICK = Settings(quick=True, repeats=1)
 
 
 def here(bench: str, case: str, settings: Settings, processes: int) -> Figures:
     """A case in this process instead of a fresh one, which would load torch each time."""
-    return importlib.import_module(f"incseg.bench.{bench}").measure(case, settings)
-
-
-def test_every_bench_has_a_command() -> None:
-    assert tuple(BENCHES) == NAMES
+    return importlib.import_module(f"tools.bench.{bench}").measure(case, settings)
 
 
 def test_quick_benches_write_a_page(
@@ -40,9 +35,9 @@ def test_quick_benches_write_a_page(
     monkeypatch.setattr(measure, "_one_process", here)
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
-    names = [name for name in NAMES if name != "ddp"]
+    names = [name for name in BENCHES if name != "ddp"]
     out = tmp_path / "made" / "bench"
-    assert main(["bench", *names, "--quick", "--repeats", "1", "--out", str(out)]) == 0
+    assert main([*names, "--quick", "--repeats", "1", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("torchmetrics is not installed") == 1
     kept = json.loads((tmp_path / "made" / "bench.json").read_text())
@@ -139,17 +134,24 @@ def test_extra_memory_is_what_the_work_needs() -> None:
 
 def test_other_benches_keep_their_tables(tmp_path: Path) -> None:
     missed = Aim("x over y", "at least", 2.0, Spread(1.0, 0.9, 1.1))
-    keep(tmp_path / "b", "step", [Section("First", ["", "ms"], [["a", "1"]], [missed])], QUICK, NAMES)
-    keep(tmp_path / "b", "loss", [Section("Second", ["", "ms"], [["b", "2"]], [])], Settings(), NAMES)
+    keep(tmp_path / "b", "step", [Section("First", ["", "ms"], [["a", "1"]], [missed])], QUICK, tuple(BENCHES))
+    keep(tmp_path / "b", "loss", [Section("Second", ["", "ms"], [["b", "2"]], [])], Settings(), tuple(BENCHES))
     page = (tmp_path / "b.md").read_text()
     assert page.index("## Second") < page.index("## First")
     assert "0 of 1 aims met. Not met:\n\n- First: x over y, at least 2, 1 (0.9–1.1) measured\n" in page
     assert page.count("QUICK SIZES") == 1
 
 
-def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in ((["los"], "did you mean"), (["--repeats", "0"], "give a number from 1")):
-        assert main(["bench", *arguments]) == 2
+def test_wrong_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {
+        "los": "did you mean",
+        "--repeats 0": "give a number from 1",
+        "--quick --out .": "error: --out is '.'; give the name that its files begin with, such as results/bench",
+        f"--quick --out {tmp_path / 'out'}": "is a folder; give the name of a file",
+    }
+    (tmp_path / "out.md").mkdir()
+    for arguments, said in wrong.items():
+        assert main(arguments.split()) == 2
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1

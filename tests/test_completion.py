@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from incseg.cli import main
-from incseg.cli.completion import commands
+from incseg.cli.completion import script
 from incseg.cli.main import COMMANDS
 from incseg.data import SOURCES
 from incseg.methods import METHODS
@@ -22,31 +22,29 @@ Complete = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    from incseg.cli import completion
-
-    found = commands()
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("completion")
 
     def write(shell: str) -> Path:
-        (folder / shell).write_text(getattr(completion, f"_{shell}")(found), encoding="utf-8")
+        (folder / shell).write_text(script(shell), encoding="utf-8")
         return folder / shell
 
     return write
 
 
 @pytest.fixture(scope="module")
-def bash(script: Callable[[str], Path]) -> Complete:
+def bash(written: Callable[[str], Path]) -> Complete:
     program = shutil.which("bash")
     if program is None:
         pytest.skip("no bash on this machine")
-    file = script("bash")
+    file = written("bash")
 
     def complete(*words: str) -> list[str]:
         """What bash offers for the last word; no Python is started."""
         code = f'. {file}; COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); _incseg; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        command = [program, "-c", code, "bash", *words]
         ran = subprocess.run(
-            [program, "-c", code, "bash", *words], capture_output=True, text=True, check=True, env={"PATH": ""}
+            command, capture_output=True, text=True, check=True, env={"PATH": ""}, cwd=file.parent, timeout=60
         )
         assert ran.stderr == ""
         return ran.stdout.split()
@@ -55,7 +53,8 @@ def bash(script: Callable[[str], Path]) -> Complete:
 
 
 def test_commands(bash: Complete) -> None:
-    assert bash("incseg", "") == ["--help", "--version", *COMMANDS]
+    assert bash("incseg", "") == list(COMMANDS)
+    assert bash("incseg", "--") == ["--help", "--version"]
     assert bash("incseg", "pre") == ["predict"]
     assert bash("incseg", "data", "") == ["check", "export"]
 
@@ -79,12 +78,12 @@ def test_flags(bash: Complete) -> None:
     assert bash("incseg", "sweep", "--work") == ["--workers"]
     assert bash("incseg", "sweep", "--method", "evi") == ["evidential"]
     assert "--train.lr" in bash("incseg", "extend", "run", "--train.")
-    assert bash("incseg", "predict", "run", "--out", "") == []  # bash goes on with files
+    assert bash("incseg", "predict", "run", "--out", "") == ["bash"], "the file that is there"
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells(shell: str, script: Callable[[str], Path]) -> None:
-    file = script(shell)
+def test_other_shells(shell: str, written: Callable[[str], Path]) -> None:
+    file = written(shell)
     text = file.read_text(encoding="utf-8")
     assert all(name in text for name in (*COMMANDS, *METHODS, *PRESETS, "method.balancing"))
     if shutil.which(shell) is None:

@@ -423,7 +423,7 @@ def test_the_run_folder_holds_what_it_says(finished: Path) -> None:
     boards = {name for name in names if name.startswith("tensorboard/")}
     in_step = ("model.safetensors", "state.safetensors", "confusion.npy", "row.json")
     assert names - boards == {
-        "config.yaml", "environment.json", "protocol.json", "log.txt", "results.json", ".lock",
+        "config.yaml", "environment.json", "protocol.json", "log.txt", "results.json", ".lock", ".lock-holder",
         *(f"steps/{step}/{name}" for step in range(3) for name in in_step),
     }  # fmt: skip
     assert load_run_config(finished).as_dict() == small_config(finished).as_dict()

@@ -18,7 +18,7 @@ from small_runs import Interrupting, assert_same_run, evaluated_again, quiet, ro
 
 import incseg
 from incseg.cli import main
-from incseg.cli.extend import Asked, add_arguments
+from incseg.cli.extend import add_arguments, request
 from incseg.data.export import export
 from incseg.data.extended import Extended
 from incseg.data.folder import Folder
@@ -28,7 +28,7 @@ from incseg.engine.progress import Screen, Silent
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.experiment import RunConfig, train
-from incseg.extend import AS_TRAINED, LADDER, Outcome, Try, choose, extend
+from incseg.extension import AS_TRAINED, LADDER, Outcome, Plan, Try, choose, extend
 from incseg.files import cache_path, read_tensors, write_json
 from incseg.methods.finetune import Finetune
 from incseg.metrics.forgetting import agreement, mean_new_iou
@@ -86,7 +86,7 @@ def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ri
         *flags,
     ]
     args, args.unknown = parser.parse_known_args(tokens)
-    return Asked.read(args).config(AS_TRAINED)
+    return Plan.read(request(args)).config(AS_TRAINED)
 
 
 def extended(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> str:
@@ -192,7 +192,7 @@ def test_tries_go_on_where_they_were_interrupted(
     def tries(out: Path) -> list[Try]:
         tokens = [str(first), "--root", str(mine), "--classes", "star", "--out", str(out), *QUICK]
         args, args.unknown = parser.parse_known_args(tokens)
-        return Asked.read(args).tries()
+        return Plan.read(request(args)).tries()
 
     for moment in ("step 1/1", "begin calibrating", "begin before and after"):
         with pytest.raises(KeyboardInterrupt):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from made_up_runs import write_run
 
 from incseg import files
 from incseg.cli import main
-from incseg.files import NoFileName, no_folder, replacing, write_text
+from incseg.files import FolderLock, NoFileName, no_folder, replacing, write_text
 from incseg.types import UserError
 
 
@@ -107,18 +110,59 @@ def test_who_does_without_a_file_does_without_this_one_too(tmp_path: Path) -> No
     assert str(refused.value) == f"'{tmp_path}' is a folder; give the name of a file, in it or elsewhere"
 
 
-@pytest.mark.parametrize("argv", [["export", "nowhere", "--out", "out.onnx"], ["bench", "--quick", "--out", "out"]])
-def test_a_name_that_cannot_be_written_is_told_before_the_work(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("out.onnx", "out.md"):
-        Path(name).mkdir()
-    assert main(argv) == 2
+def test_a_name_that_cannot_be_written_is_told_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out.onnx").mkdir()
+    assert main(["export", "nowhere", "--out", "out.onnx"]) == 2
     assert "is a folder; give the name of a file" in capsys.readouterr().err
 
 
-def test_a_bench_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--quick", "--out", "."]) == 2
-    assert capsys.readouterr().err == (
-        "error: --out is '.'; give the name that its files begin with, such as results/bench\n"
-    )
+_HOLDS_AND_FORKS = """
+import os, sys, time
+from pathlib import Path
+from incseg.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+assert lock.acquire()
+child = os.fork()
+print(child, flush=True) if child else None
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process inherits a handle without fork")
+def test_a_killed_process_frees_its_lock_though_its_children_live(tmp_path: Path) -> None:
+    """Loader processes outlive a killed parent by seconds."""
+    lock = FolderLock(tmp_path)
+    command = [sys.executable, "-c", _HOLDS_AND_FORKS, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            assert not lock.acquire()
+            assert not lock.is_free()
+            assert lock.holder() == f"process {parent.pid} on {socket.gethostname()}"
+            parent.kill()
+            parent.wait(timeout=60)
+            os.kill(child, 0)  # it lives
+            assert lock.acquire()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            parent.kill()
+    assert lock.holder() == f"process {os.getpid()} on {socket.gethostname()}"
+    assert lock.is_in_place()
+    (tmp_path / ".lock").unlink()
+    assert not lock.is_in_place()
+    lock.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process inherits a handle without fork")
+def test_a_child_that_ends_does_not_free_the_lock_of_its_parent(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert lock.acquire()
+    if (child := os.fork()) == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not FolderLock(tmp_path).acquire()
+    lock.release()
+    assert FolderLock(tmp_path).is_free()

@@ -20,7 +20,7 @@ from incseg.cli import predict as command
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import RunDir
 from incseg.files import write_json
-from incseg.inference import Predictor, _network_size, _tile_starts, load, open_image
+from incseg.inference import Predictor, Result, _network_size, _tile_starts, distinct_name, load, open_image
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.report.draw import OVERLAY_SIDES, overlay, palette_image, uncertainty_image
@@ -236,7 +236,7 @@ def test_bad_files_in_one_line(predictor, tmp_path, monkeypatch):
         predictor.predict(broken)
     with pytest.raises(UserError, match=r"gone\.png: no such file"):
         predictor.predict(tmp_path / "gone.png")
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match=r"is a folder; give predict_folder\(\)"):
         predictor.predict(tmp_path)
     truncated = tmp_path / "truncated.jpg"
     picture(300, 300).save(truncated)
@@ -305,6 +305,105 @@ def test_tiles_cover_and_overlap():
 def test_too_small_tile(predictor):
     with pytest.raises(UserError, match="at least 32 pixels"):
         predictor.predict(picture(), tile=31)
+
+
+# Several images
+
+
+def test_many_images_are_predicted_as_each_alone(predictor, tmp_path):
+    """Of several sizes; as files, Pillow images, arrays and tensors; as a list, a folder and an iterator."""
+    pictures = [picture(64, 48, seed=1), picture(50, 70, seed=2), picture(31, 90, seed=3)]
+    files = [tmp_path / f"{name}.png" for name in "abc"]
+    for file, image in zip(files, pictures, strict=True):
+        image.save(file)
+    (tmp_path / "notes.txt").write_text("not an image")
+    arrays = [np.asarray(image) for image in pictures]
+    tensors = [torch.tensor(array).movedim(2, 0) for array in arrays]
+    expected = [predictor.predict(file) for file in files]
+    several = [
+        predictor.predict(files),
+        predictor.predict(tuple(map(str, files))),
+        predictor.predict(pictures),
+        predictor.predict(arrays),
+        predictor.predict(tensors),
+        predictor.predict([tensor / 255 for tensor in tensors]),
+        list(predictor.predict(iter(files))),
+        list(predictor.predict_folder(tmp_path)),
+    ]
+    for results in several:
+        assert isinstance(results, list)
+        assert len(results) == 3
+        assert all(map(same, results, expected))
+    assert predictor.predict([]) == []
+    assert [result.name for result in several[-1]] == ["a", "b", "c"]
+    assert [result.name for result in several[3]] == ["image", "image_2", "image_3"]
+
+
+def test_an_iterator_is_asked_for_one_image_at_a_time(predictor):
+    asked = []
+
+    def endless():
+        while True:
+            asked.append(len(asked))
+            yield picture(seed=len(asked))
+
+    results = predictor.predict(endless())
+    assert asked == []
+    next(results)
+    next(results)
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tensors_of_one_channel_or_none(predictor, dtype):
+    grey = torch.tensor(np.asarray(picture().convert("L")) // 128 * 255)  # 0 and 1 are the same in any precision
+    expected = predictor.predict(grey.numpy())
+    for tensor in (grey, grey[None], (grey / 255).to(dtype), grey.expand(3, -1, -1), (grey / 255).requires_grad_()):
+        assert same(predictor.predict(tensor), expected)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (torch.zeros(2, 3, 8, 8), r"shape \(2, 3, 8, 8\).* several images as a list"),
+        (torch.zeros(8, 8, 3), r"shape \(8, 8, 3\); give .*\(C, H, W\)"),
+        (torch.zeros(3, 8, 8, dtype=torch.int64), r"torch\.int64"),
+        (torch.full((3, 8, 8), 1.01), "before normalisation"),
+        (torch.full((3, 8, 8), torch.nan), "before normalisation"),
+        (torch.zeros(3, 0, 8), "no pixels"),
+        (7, "cannot predict an object of type int; give a file"),
+        ([picture(), None], "cannot predict an object of type NoneType"),
+    ],
+)
+def test_wrong_images(predictor, image, message):
+    with pytest.raises(UserError, match=message):
+        predictor.predict(image)
+
+
+def test_a_folder_without_images_or_none_at_all(predictor, tmp_path):
+    with pytest.raises(UserError, match="holds no image; known are"):
+        predictor.predict_folder(tmp_path)
+    with pytest.raises(UserError, match="'gone' is not a folder"):
+        predictor.predict_folder("gone")
+
+
+def test_a_result_is_saved_as_the_command_writes_it(model_file, predictor, tmp_path):
+    picture(64, 48, seed=1).save(tmp_path / "a.png")
+    assert run(model_file, tmp_path / "a.png", "--out", tmp_path / "command", "--probabilities") == 0
+    result = predictor.predict(tmp_path / "a.png", probabilities=True)
+    files = result.save(tmp_path / "new" / "python")
+    assert [file.name for file in files] == ["a_mask.png", "a_uncertainty.png", "a_overlay.png", "a_probabilities.npy"]
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "command" / file.name).read_bytes()
+    with Image.open(files[2]) as drawn:
+        assert (np.asarray(drawn) == np.asarray(result.overlay())).all()
+    about = json.loads((tmp_path / "command" / "predictions.json").read_text())
+    assert about["images"][0]["classes"] == result.shares
+    named = predictor.predict(picture(64, 48, seed=1)).save(str(tmp_path / "other" / "b.jpg"))
+    assert [file.name for file in named] == ["b_mask.png", "b_uncertainty.png", "b_overlay.png"]
+    assert named[0].read_bytes() == files[0].read_bytes()
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        result.save(files[3])
 
 
 # Where a model lies
@@ -484,13 +583,13 @@ def test_results_keep_the_order_of_the_files(model_file, tmp_path, monkeypatch):
     (tmp_path / "in" / "3.png").write_bytes(b"no image")
     later = threading.Event()
 
-    def slow_first(result: Any, folder: Path, stem: str, palette: np.ndarray) -> None:
-        if stem == "0":
+    def slow_first(result: Any, folder: Path) -> None:
+        if result.name == "0":
             assert later.wait(60)
         else:
             later.set()
 
-    monkeypatch.setattr(command, "save", slow_first)
+    monkeypatch.setattr(Result, "save", slow_first)
     assert run(model_file, tmp_path / "in", "--out", tmp_path / "out") == 1
     about = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert [image["name"] for image in about["images"]] == ["0", "1", "2", "4", "5", "6"]
@@ -503,7 +602,7 @@ def test_few_images_are_in_memory_at_once(model_file, tmp_path, monkeypatch, fla
     for index in range(12):
         picture(16, 16, seed=index).save(tmp_path / "in" / f"{index:02}.png")
     opened, unwritten, most = [], [], []
-    read, write = command.open_image, command.save
+    read, write = command.open_image, Result.save
 
     def counted_read(file: Path) -> Image.Image:
         opened.append(file)
@@ -522,7 +621,7 @@ def test_few_images_are_in_memory_at_once(model_file, tmp_path, monkeypatch, fla
     predict = Predictor.predict
     monkeypatch.setattr(command, "open_image", counted_read)
     monkeypatch.setattr(Predictor, "predict", counted_predict)
-    monkeypatch.setattr(command, "save", counted_write)
+    monkeypatch.setattr(Result, "save", counted_write)
     assert run(model_file, tmp_path / "in", "--out", tmp_path / "out", *flags) == 0
     assert max(ahead for ahead, _ in most) <= command._AHEAD + 1
     assert max(waiting for _, waiting in most) <= (1 if flags else command._AHEAD + 1)
@@ -531,7 +630,8 @@ def test_few_images_are_in_memory_at_once(model_file, tmp_path, monkeypatch, fla
 def test_names_stay_distinct_and_inside(tmp_path):
     long = "é" * 120
     files = [Path("a/x.png"), Path("b/x.png"), Path("b/X.jpg"), Path("x_2.png"), Path("...png"), Path(f"{long}.png")]
-    stems = command.distinct_stems(files)
+    taken: set[str] = set()
+    stems = [distinct_name(file.stem, taken) for file in files]
     assert stems[:5] == ["x", "x_2", "X_3", "x_2_2", ".."]
     assert len(os.fsencode(stems[5])) == 180
     assert len({stem.casefold() for stem in stems}) == len(stems)

@@ -848,7 +848,7 @@ def test_results_are_written_from_folders_alone(
         assert "abc1234" in text
         assert "hours in all" in text
         assert "2 CPUs" in text
-        assert "Made by `python scripts/results.py runs/voc-laptop`" in text
+        assert "Made by `python tools/results.py runs/voc-laptop`" in text
         assert "incseg train --data voc --root VOC2012 --seed 42" in text
         assert str(study.parent) not in text
 

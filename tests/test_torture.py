@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torture.case import Ended, Lost
+
+from tools.torture.case import Ended, Lost
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,7 +46,8 @@ def test_what_survives() -> None:
 
 def test_the_short_form_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "torture.py", "--quick", "--out", tmp_path / "torture"],
+        [sys.executable, "-m", "tools.torture", "--quick", "--out", tmp_path / "torture"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,14 +1,53 @@
-"""incseg: learn new segmentation classes without forgetting the old ones."""
+"""incseg: learn new segmentation classes without forgetting the old ones.
+
+Example:
+    >>> import incseg
+    >>> run = incseg.train(data="folder", root="photographs", out="runs/mine")
+    >>> print(run.table())
+    >>> run.model().predict("new.jpg").save("predictions")
+    >>> more = incseg.extend(run, root="more-photographs", classes=["helmet"], out="runs/more")
+    >>> incseg.load("runs/more").classes
+    ('background', 'person', 'helmet')
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from incseg.api import Run, extend, train
+    from incseg.errors import UserError
+    from incseg.inference import Predictor, Result, load
+    from incseg.methods.base import Method
+    from incseg.protocol import Protocol
 
 __version__ = "0.1.0"
+__all__ = ["Method", "Predictor", "Protocol", "Result", "Run", "UserError", "__version__", "extend", "load", "train"]
+
+_MODULES = {
+    "Method": "incseg.methods.base",
+    "Predictor": "incseg.inference",
+    "Protocol": "incseg.protocol",
+    "Result": "incseg.inference",
+    "Run": "incseg.api",
+    "UserError": "incseg.errors",
+    "extend": "incseg.api",
+    "load": "incseg.inference",
+    "train": "incseg.api",
+}
 
 
-def load(path: Any, **options: Any) -> Any:
-    """A saved model, ready to predict: `incseg.load("runs/x").predict(image)`. See incseg.inference.load."""
-    from incseg.inference import load as load_predictor  # torch is slow to import; a version look-up needs none
+if not TYPE_CHECKING:  # a type checker would take every name for one of ours
 
-    return load_predictor(path, **options)
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first asked for: torch takes seconds, and a version look-up has no need."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'incseg' has no attribute '{name}'")
+        from importlib import import_module
+
+        globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,7 +25,6 @@ from incseg.data.sheet import contact_sheet, save_sheet
 from incseg.data.sizing import choose_size, object_sides
 from incseg.data.source import Source, Split
 from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at
-from incseg.engine.board import Board
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.forgetting import measure_forgetting
@@ -35,6 +34,7 @@ from incseg.engine.rundir import RunDir, read_config
 from incseg.engine.runtime import Precision, Runtime, seed_everything, started
 from incseg.engine.start import Start
 from incseg.engine.steps import StepStore
+from incseg.engine.tensorboard import TensorBoard
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.files import cache_path, read_tensors, tensors_digest, write_json
 from incseg.methods import build_method
@@ -471,7 +471,7 @@ def _train(config: RunConfig, runtime: Runtime, reporter: Reporter, folder: RunD
     setup, model = runtime.main_first(prepare)
     protocol = setup.protocol
     feed = setup.feed(config, model.to(runtime.device), runtime, reporter, train=True)
-    board = Board(folder.tensorboard if runtime.is_main else None)
+    board = TensorBoard(folder.tensorboard if runtime.is_main else None)
     trainer = Trainer(
         protocol=protocol,
         feed=feed,

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import stat
 import tempfile
 import zlib
@@ -18,6 +19,7 @@ import numpy as np
 import platformdirs
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -69,6 +71,55 @@ def require_file_name(path: Path) -> None:
         raise NoFileName(f"'{path}' is {kind}, which a file would take the place of; give the name of a file")
 
 
+class FolderLock:
+    """Keep a folder for one process: `.lock` in it is locked, `.lock-holder` names the process.
+
+    The system frees the lock when the process ends, even by kill -9. Loader processes can outlive a killed parent;
+    they do not hold the lock, because filelock closes their copy of the handle when they are forked. The name has a
+    file of its own because Windows does not let others read a locked file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = FileLock(folder / ".lock", thread_local=False)
+        self._holder = folder / ".lock-holder"
+        self._locked: os.stat_result | None = None
+
+    def acquire(self) -> bool:
+        """Return whether the folder is ours now, without waiting."""
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            return False
+        self._locked = os.stat(self._lock.lock_file)
+        self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def is_in_place(self) -> bool:
+        """Return whether the folder still has the lock that we hold: it may have been deleted, or be a new one."""
+        try:
+            return self._locked is not None and os.path.samestat(self._locked, os.stat(self._lock.lock_file))
+        except OSError:
+            return False
+
+    def holder(self) -> str | None:
+        """Return the process that took the lock last, "process N on HOST"."""
+        try:
+            return self._holder.read_text(encoding="utf-8").strip() or None
+        except OSError:
+            return None
+
+    def is_free(self) -> bool:
+        """Return whether nobody holds the lock."""
+        try:
+            with self._lock.acquire(blocking=False):
+                return True
+        except Timeout:
+            return False
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that takes its place when the block ends well, and vanishes otherwise.
@@ -83,7 +134,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(handle)
         temporary = Path(name)
         yield temporary
-        with temporary.open("rb") as written:
+        with temporary.open("rb+") as written:  # Windows flushes only what is open for writing
             os.fsync(written.fileno())
         temporary.chmod(0o644)
         os.replace(temporary, path)

@@ -1,14 +1,14 @@
-"""Prediction for people: load a trained model, show it any image, get labels and uncertainty at the image's size."""
+"""Load a trained model, show it any image, get labels and uncertainty at the image's size."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -16,16 +16,19 @@ from PIL import Image
 from torch import Tensor
 
 from incseg.data.files import FileError, as_rgb, read_image
+from incseg.data.folder import IMAGE_SUFFIXES
 from incseg.data.source import voc_palette
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import model_file
 from incseg.engine.runtime import Runtime
+from incseg.files import replacing, write_array
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.onnx_file import OnnxNetwork, read_onnx
 from incseg.models.segmenter import Segmenter
+from incseg.report.draw import overlay, palette_image, uncertainty_image
 from incseg.types import BACKGROUND, Increment, UserError
 
 TILE = 1536
@@ -35,18 +38,33 @@ LONGEST_ENLARGED = 8
 
 ONNX_SUFFIX = ".onnx"
 
-ImageLike = Image.Image | np.ndarray | str | os.PathLike[str]
+_LONGEST_NAME = 180
+"""In bytes: names of files have at most 255, and ours get longer."""
+_FAST = 1
+"""Compression of overlays: photographs in PNG take a third of the time so, and a tenth more of the disk."""
+
+ImageLike = Image.Image | np.ndarray | Tensor | str | os.PathLike[str]
+"""A file, a Pillow image, an array (H, W), (H, W, 3) or (H, W, 4) of uint8, or a tensor (H, W) or (C, H, W) with 1, 3
+or 4 channels, of uint8 or of floats from 0 to 1."""
 
 
 @dataclass
 class Result:
-    """What a model says of one image, all of it at one size.
+    """The prediction for one image, all of it at one size.
 
     image:         as the model saw it before resizing: RGB, turned the way viewers show it.
     labels:        (H, W) uint8 learnt labels: 0 background, then the classes in the order of learning.
     uncertainty:   (H, W) float32 in [0, 1], by the method's own rule.
     probabilities: (C+1, H, W) float32, background first; None unless asked for, they are big.
     classes, class_ids, palette: name, dataset id and colour of each learnt label.
+    name:          what `save` names the files after: the stem of the image's file, or "image".
+
+    Example:
+        >>> result = model.predict("street.jpg")
+        >>> result.shares
+        {'background': 0.81, 'car': 0.19}
+        >>> result.overlay().show()
+        >>> result.save("predictions")  # street_mask.png, street_uncertainty.png, street_overlay.png
     """
 
     image: Image.Image
@@ -56,11 +74,62 @@ class Result:
     classes: tuple[str, ...]
     class_ids: tuple[int, ...]
     palette: np.ndarray
+    name: str = "image"
 
     @property
     def ids(self) -> np.ndarray:
         """(H, W) uint8 dataset ids, as the dataset's own masks hold them."""
         return np.array(self.class_ids, dtype=np.uint8)[self.labels]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the image that each class covers, without classes that it does not show."""
+        counts = np.bincount(self.labels.ravel(), minlength=len(self.classes)) / self.labels.size
+        return {name: round(float(share), 6) for name, share in zip(self.classes, counts, strict=True) if share > 0}
+
+    def mask(self) -> Image.Image:
+        """Return the dataset ids as an indexed image in the colours of the classes."""
+        return palette_image(self.ids, _by_id(self.class_ids, self.palette))
+
+    def overlay(self) -> Image.Image:
+        """Return the image with each class in its colour and outlined, over a legend of the classes it shows."""
+        return overlay(self.image, self.labels, self.palette, self.classes)
+
+    def save(self, path: str | os.PathLike[str]) -> list[Path]:
+        """Write what `incseg predict` writes for an image, and return the files.
+
+        These are NAME_mask.png (indexed, dataset ids), NAME_uncertainty.png (viridis, index = 255 u), NAME_overlay.png
+        and, where there are probabilities, NAME_probabilities.npy (float16).
+
+        path: a folder, which is made where there is none; or the name of an image, whose stem is then NAME:
+              "predictions/street.jpg" gives predictions/street_mask.png and so on.
+        """
+        folder, name = Path(path).expanduser(), self.name
+        if folder.suffix.lower() in IMAGE_SUFFIXES and not folder.is_dir():
+            folder, name = folder.parent, folder.stem
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"'{folder}' is a file; give a folder to save in")
+        kinds = ("mask.png", "uncertainty.png", "overlay.png", "probabilities.npy")
+        files = [folder / f"{name}_{kind}" for kind in kinds]
+        _save_png(self.mask(), files[0])
+        _save_png(uncertainty_image(self.uncertainty), files[1])
+        _save_png(self.overlay(), files[2], _FAST)
+        if self.probabilities is None:
+            return files[:3]
+        write_array(files[3], self.probabilities.astype(np.float16))
+        return files
+
+
+def _save_png(image: Image.Image, path: Path, compress_level: int = 6) -> None:
+    with replacing(path) as temporary:
+        image.save(temporary, format="PNG", compress_level=compress_level)
+
+
+def _by_id(ids: Sequence[int], palette: np.ndarray) -> np.ndarray:
+    """(256, 3) uint8 colours by dataset id; black where there is no class."""
+    colours = np.zeros((256, 3), dtype=np.uint8)
+    colours[list(ids)] = palette
+    return colours
 
 
 @dataclass
@@ -70,6 +139,14 @@ class Predictor:
     classes, ids, palette: name, dataset id and (N+1, 3) colour of each learnt label, background first.
     increments:            what was learnt in which step.
     info:                  what the model file says of itself: file, step, network, method, protocol, test size.
+
+    Example:
+        >>> model = incseg.load("runs/mine")
+        >>> model.classes
+        ('background', 'helmet', 'vest')
+        >>> result = model.predict("site.jpg")
+        >>> for result in model.predict_folder("photographs"):
+        ...     result.save("predictions")
     """
 
     model: Segmenter | OnnxNetwork = field(repr=False)
@@ -78,7 +155,7 @@ class Predictor:
     classes: tuple[str, ...]
     ids: tuple[int, ...]
     palette: np.ndarray = field(repr=False)
-    info: dict[str, Any]
+    info: dict[str, Any] = field(repr=False)
 
     @property
     def increments(self) -> Sequence[Increment]:
@@ -92,24 +169,39 @@ class Predictor:
     @property
     def palette_by_id(self) -> np.ndarray:
         """(256, 3) uint8 colours by dataset id; black where the model knows no class."""
-        colours = np.zeros((256, 3), dtype=np.uint8)
-        colours[list(self.ids)] = self.palette
-        return colours
+        return _by_id(self.ids, self.palette)
 
     def with_options(self, **options: Any) -> Predictor:
         """The same network with other options of its method, such as balancing="odds"."""
         settings = {**self.info["method"], **options}
         return replace(self, method=build_method(settings), info={**self.info, "method": settings})
 
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
+        self, image: ImageLike,
+        size: int | None = None, tile: int | None = None, probabilities: bool = False, longest: int | None = None,
+    ) -> Result: ...  # fmt: skip
+
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a sequence is an iterable, too
+        self, image: Sequence[ImageLike],
+        size: int | None = None, tile: int | None = None, probabilities: bool = False, longest: int | None = None,
+    ) -> list[Result]: ...  # fmt: skip
+
+    @overload
     def predict(
-        self,
-        image: ImageLike,
-        size: int | None = None,
-        tile: int | None = None,
-        probabilities: bool = False,
-        longest: int | None = None,
-    ) -> Result:
-        """Labels and uncertainty of an image of any size and mode; transparency is dropped, as in training.
+        self, image: Iterable[ImageLike],
+        size: int | None = None, tile: int | None = None, probabilities: bool = False, longest: int | None = None,
+    ) -> Iterator[Result]: ...  # fmt: skip
+
+    def predict(
+        self, image: ImageLike | Iterable[ImageLike],
+        size: int | None = None, tile: int | None = None, probabilities: bool = False, longest: int | None = None,
+    ) -> Result | list[Result] | Iterator[Result]:  # fmt: skip
+        """Return labels and uncertainty of an image of any size and mode; transparency is dropped, as in training.
+
+        A list of images gives a list of results. Any other iterable gives an iterator, which predicts an image when
+        its result is asked for.
 
         The shorter side becomes `size` pixels (by default the test size; 0 leaves the image as it is), but a long
         strip is enlarged no further than LONGEST_ENLARGED sizes. An image that then has more than tile × tile
@@ -120,6 +212,34 @@ class Predictor:
         The result has the image's size, or one whose longer side is `longest` where the image is larger; the network
         sees the same either way.
         """
+        if isinstance(image, Image.Image | np.ndarray | Tensor | str | os.PathLike):
+            return self._predict(image, name_of(image), size, tile, probabilities, longest)
+        if not isinstance(image, Iterable):
+            raise UserError(f"cannot predict {_kind_of(image)}; {_IMAGES}")
+        results = self._predict_each(image, size, tile, probabilities, longest)
+        return list(results) if isinstance(image, Sequence) else results
+
+    def predict_folder(
+        self, folder: str | os.PathLike[str],
+        size: int | None = None, tile: int | None = None, probabilities: bool = False, longest: int | None = None,
+    ) -> Iterator[Result]:  # fmt: skip
+        """Return an iterator over the predictions for the images in a folder, in the order of their names."""
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            raise UserError(f"'{folder}' is not a folder; give a folder of images, or a file to predict()")
+        return self._predict_each(
+            images_among(path.iterdir(), f"the folder '{folder}'"), size, tile, probabilities, longest
+        )
+
+    def _predict_each(self, images: Iterable[ImageLike], *options: Any) -> Iterator[Result]:
+        """The results of one call have names that differ, so that they can be saved in one folder."""
+        taken: set[str] = set()
+        for image in images:
+            yield self._predict(image, distinct_name(name_of(image), taken), *options)
+
+    def _predict(
+        self, image: ImageLike, name: str, size: int | None, tile: int | None, probabilities: bool, longest: int | None
+    ) -> Result:
         size = self.test_size if size is None else size
         if size < 0:
             raise UserError(f"size is {size}; give the shorter side in pixels, or 0 for the image as it is")
@@ -129,7 +249,9 @@ class Predictor:
         logits = self._logits(resized, TILE if tile is None else tile)
         if longest is not None and longest < max(rgb.size):
             rgb.thumbnail((longest, longest))
-        return self._decide(rgb, logits, probabilities)
+        result = self._decide(rgb, logits, probabilities)
+        result.name = name
+        return result
 
     @torch.inference_mode()
     def _logits(self, image: Image.Image, tile: int) -> Tensor:
@@ -192,13 +314,19 @@ def load(
     threads: int | None = None,
     method: str | None = None,
 ) -> Predictor:
-    """A predictor from a model file, a folder steps/K, an .onnx file, or a run folder: of its last finished step.
+    """Return a model, ready to predict, from a model file, a folder steps/K, an .onnx file, or a run folder.
 
-    step:    which step of a run folder instead.
+    step:    which step of a run folder; None for the last that is finished.
     device:  cpu, cuda, cuda:N or auto; an .onnx file runs on the CPU.
     threads: of the CPU; None for torch's own choice.
     method:  for a model trained by a method from outside incseg, its package.module:Class once more: a model file
              alone never makes code be imported.
+
+    Example:
+        >>> import incseg
+        >>> model = incseg.load("runs/mine")
+        >>> result = model.predict("photograph.jpg")
+        >>> result.save("predictions")
     """
     file = model_file(Path(path).expanduser(), step)
     if file.suffix == ONNX_SUFFIX:
@@ -267,18 +395,72 @@ def _without_lost_options(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in known or value}
 
 
+_IMAGES = "give a file, a Pillow image, an array, a tensor, or several of them"
+
+
 def open_image(image: ImageLike) -> Image.Image:
     """Any image as the model is shown it: RGB, turned the way viewers show it; of an animation the first frame."""
-    if isinstance(image, np.ndarray):
+    if isinstance(image, Tensor):
+        image = _from_tensor(image)
+    elif isinstance(image, np.ndarray):
         image = _from_array(image)
-    if not isinstance(image, Image.Image):
+    if isinstance(image, str | os.PathLike):
         return _read(Path(image).expanduser())
+    if not isinstance(image, Image.Image):
+        raise UserError(f"cannot predict {_kind_of(image)}; {_IMAGES}")
     if 0 in image.size:
         raise UserError(f"the image is {image.width}×{image.height} and so has no pixels; give one that has")
     try:
         return as_rgb(image)
     except OSError as error:  # Pillow decodes late
         raise UserError(f"the image cannot be decoded ({error}); export or copy it again") from error
+
+
+def _kind_of(value: object) -> str:
+    return f"an object of type {type(value).__name__}"
+
+
+def name_of(image: ImageLike) -> str:
+    """Return the stem of an image's file, or "image" for one without."""
+    file = image if isinstance(image, str | os.PathLike) else getattr(image, "filename", "")
+    return Path(file).stem or "image"
+
+
+def distinct_name(name: str, taken: set[str]) -> str:
+    """Return the name, numbered where it is among the `taken` ones, in upper or lower case; and add it to them."""
+    stem = name = os.fsdecode(os.fsencode(name)[:_LONGEST_NAME])
+    number = 2
+    while name.casefold() in taken:
+        name, number = f"{stem}_{number}", number + 1
+    taken.add(name.casefold())
+    return name
+
+
+def images_among(paths: Iterable[Path], where: str) -> list[Path]:
+    """Return the images among some files, sorted; `where` names the files to a person."""
+    files = sorted(p for p in paths if p.suffix.lower() in IMAGE_SUFFIXES and p.name[0] != "." and p.is_file())
+    if not files:
+        raise UserError(f"{where} holds no image; known are {', '.join(IMAGE_SUFFIXES)}")
+    return files
+
+
+def _from_tensor(tensor: Tensor) -> Image.Image:
+    of_floats = tensor.is_floating_point()
+    channels = tensor.shape[0] if tensor.ndim == 3 else 1
+    if not (of_floats or tensor.dtype == torch.uint8) or tensor.ndim not in (2, 3) or channels not in (1, 3, 4):
+        raise UserError(
+            f"the image is a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}; give uint8, or floats from 0 to "
+            "1, of shape (H, W) or (C, H, W) with 1, 3 or 4 channels, and several images as a list"
+        )
+    pixels = tensor.detach().cpu()
+    if of_floats:
+        pixels = pixels.float()
+        if not bool(((pixels >= 0) & (pixels <= 1)).all()):
+            raise UserError("the image is a tensor with values outside 0 to 1; give it as it was before normalisation")
+        pixels = (pixels * 255).round().to(torch.uint8)
+    if pixels.ndim == 3:
+        pixels = pixels[0] if channels == 1 else pixels.movedim(0, -1)
+    return _from_array(pixels.numpy())
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
@@ -293,8 +475,10 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _read(path: Path) -> Image.Image:
+    if path.is_dir():
+        raise FileError(path, "is a folder", "give predict_folder() the folder, or predict() its files")
     if not path.is_file():
-        raise FileError(path, "is no file" if path.exists() else "no such file", "correct the path")
+        raise FileError(path, "is not a file" if path.exists() else "no such file", "correct the path")
     try:
         with warnings.catch_warnings():
             # Pillow warns from half of its limit on; what lies between is large but is read.

@@ -26,7 +26,10 @@ _EXTRAS = {
     "onnx": ("onnx", "onnxruntime"),
 }
 """Optional parts of incseg and the packages they bring."""
-_REQUIRED = ("torch", "numpy", "PIL", "safetensors", "jsonargparse", "rich", "matplotlib", "platformdirs")
+_REQUIRED = (
+    "torch", "numpy", "PIL", "safetensors", "jsonargparse", "rich", "matplotlib", "platformdirs", "yaml", "filelock",
+    "jinja2", "shtab",
+)  # fmt: skip
 _DOWNLOADS = {
     "voc": "curl -O http://host.robots.ox.ac.uk/pascal/VOC/voc2012/VOCtrainval_11-May-2012.tar && "
     "tar xf VOCtrainval_11-May-2012.tar",
@@ -116,8 +119,9 @@ def _devices() -> Iterator[Finding]:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("devices", "ok", f"{', '.join(gpus) or 'no GPU, so the CPU'}; {available} cores")
+    from incseg.engine.runtime import available_cores
+
+    yield Finding("devices", "ok", f"{', '.join(gpus) or 'no GPU, so the CPU'}; {available_cores()} cores")
     limited = f" (OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']})" if "OMP_NUM_THREADS" in os.environ else ""
     yield Finding("threads", "ok", f"torch uses {torch.get_num_threads()}{limited}; --threads changes it")
 

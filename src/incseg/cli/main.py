@@ -20,7 +20,7 @@ from incseg.names import unknown
 
 COMMANDS = (
     "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "remove", "import", "export",
-    "protocol", "data", "cache", "bench", "list", "doctor", "completion",
+    "protocol", "data", "cache", "list", "doctor", "completion",
 )  # fmt: skip
 """Each is a module of this package."""
 _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"

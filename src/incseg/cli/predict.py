@@ -14,32 +14,23 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from incseg.cli.main import is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.data.files import FileError
-from incseg.data.folder import IMAGE_SUFFIXES, unreadable_note
+from incseg.data.folder import unreadable_note
 from incseg.export import with_onnx
-from incseg.files import replacing, write_array, write_json
-from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, load, open_image
-from incseg.report.draw import overlay, palette_image, uncertainty_image
+from incseg.files import write_json
+from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, distinct_name, images_among, load, open_image
 from incseg.types import UserError
 
 HELP = "segment images with a trained model: masks, uncertainty, overlays"
 PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the model is
 
-_LONGEST_STEM = 180
-"""In bytes: names of files have at most 255, and ours get longer."""
-
-
 _AHEAD = 2
 """Images that are read before the network asks for them, and results that wait to be written: they bound the memory."""
-_FAST = 1
-"""Compression of overlays: photographs in PNG take a third of the time so, and a tenth more of the disk."""
 _Made = TypeVar("_Made")
 
 
@@ -105,7 +96,8 @@ def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Nam
     """What came of each file, in their order. The network computes here, while other threads read and write: Pillow
     lets go of Python's lock while it decodes and encodes."""
     outcomes: list[dict[str, Any]] = [{"file": _readable(file)} for file in files]
-    stems = distinct_stems(files)
+    taken: set[str] = set()
+    names = [distinct_name(file.stem, taken) for file in files]
     writing: deque[tuple[int, Future[dict[str, Any]]]] = deque()
     # Probabilities are too big to wait in memory for their turn.
     most_waiting = 0 if args.probabilities else _AHEAD
@@ -118,7 +110,7 @@ def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Nam
         for index, image in enumerate(_ahead(reader, open_image, files)):
             with _faults_of(files[index], outcomes[index]):
                 result = predictor.predict(image.result(), args.size, args.tile, args.probabilities)
-                write = writers.submit(_write, result, args.out, stems[index], predictor.palette_by_id)
+                write = writers.submit(_write, result, args.out, names[index])
                 writing.append((index, write))
                 del result
             while len(writing) > most_waiting:
@@ -155,19 +147,10 @@ def _faults_of(file: Path, outcome: dict[str, Any]) -> Iterator[None]:
     print(f"skipped: {outcome['error']}", file=sys.stderr)
 
 
-def _write(result: Result, folder: Path, stem: str, palette_by_id: np.ndarray) -> dict[str, Any]:
-    save(result, folder, stem, palette_by_id)
-    return {"name": _readable(stem), "classes": _present(result)}
-
-
-def save(result: Result, folder: Path, stem: str, palette_by_id: np.ndarray) -> None:
-    """Write the files of one image."""
-    _save_png(palette_image(result.ids, palette_by_id), folder / f"{stem}_mask.png")
-    _save_png(uncertainty_image(result.uncertainty), folder / f"{stem}_uncertainty.png")
-    drawn = overlay(result.image, result.labels, result.palette, result.classes)
-    _save_png(drawn, folder / f"{stem}_overlay.png", _FAST)
-    if result.probabilities is not None:
-        write_array(folder / f"{stem}_probabilities.npy", result.probabilities.astype(np.float16))
+def _write(result: Result, folder: Path, name: str) -> dict[str, Any]:
+    result.name = name
+    result.save(folder)
+    return {"name": _readable(name), "classes": result.shares}
 
 
 def find_images(given: Iterable[str], out: Path) -> list[Path]:
@@ -188,33 +171,12 @@ def _expanded(item: str) -> list[Path]:
     if path.is_dir():
         if note := unreadable_note(path.iterdir()):
             print(f"warning: {path}: {note}", file=sys.stderr)
-        return _images_among(path.iterdir(), f"the folder '{item}'")
+        return images_among(path.iterdir(), f"the folder '{item}'")
     if path.exists():
         return [path]
     if glob.has_magic(item):
-        return _images_among(map(Path, glob.glob(item, recursive=True)), f"the pattern '{item}'")
+        return images_among(map(Path, glob.glob(item, recursive=True)), f"the pattern '{item}'")
     raise UserError(f"no image '{item}'; give files, folders or patterns, right behind the model")
-
-
-def _images_among(paths: Iterable[Path], where: str) -> list[Path]:
-    files = sorted(p for p in paths if p.suffix.lower() in IMAGE_SUFFIXES and p.name[0] != "." and p.is_file())
-    if not files:
-        raise UserError(f"{where} holds no image; known are {', '.join(IMAGE_SUFFIXES)}")
-    return files
-
-
-def distinct_stems(files: Sequence[Path]) -> list[str]:
-    """A name for the results of each file: its stem, numbered where another file has it, in upper or lower case."""
-    stems: list[str] = []
-    taken: set[str] = set()
-    for file in files:
-        stem = name = os.fsdecode(os.fsencode(file.stem)[:_LONGEST_STEM])
-        number = 2
-        while name.casefold() in taken:
-            name, number = f"{stem}_{number}", number + 1
-        taken.add(name.casefold())
-        stems.append(name)
-    return stems
 
 
 @contextlib.contextmanager
@@ -243,17 +205,6 @@ def _about(predictor: Predictor) -> dict[str, Any]:
         "method": predictor.info["method"],
         "classes": [{"id": id_, "name": name, "colour": colour} for id_, name, colour in rows],
     }
-
-
-def _present(result: Result) -> dict[str, float]:
-    """The share of each class that the image shows."""
-    counts = np.bincount(result.labels.ravel(), minlength=len(result.classes)) / result.labels.size
-    return {name: round(float(share), 6) for name, share in zip(result.classes, counts, strict=True) if share > 0}
-
-
-def _save_png(image: Image.Image, path: Path, compress_level: int = 6) -> None:
-    with replacing(path) as temporary:
-        image.save(temporary, format="PNG", compress_level=compress_level)
 
 
 def _readable(name: str | os.PathLike[str]) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import shutil
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from incseg.cli.main import explain, nearest
@@ -46,10 +48,10 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     tokens = [lengthen(token) for token in argv]
     file, tokens = _take_option("--config", tokens)
     config = _from_file(file) if file is not None else {}
-    data = _last("--data.name", tokens) or config.get("data", {}).get("name") or "shapes"
-    preset = _last("--preset", tokens) or config.get("preset") or DEFAULT_PRESET.get(data, "shapes")
-    usual = DEFAULT_METHOD.get(preset, "evidential")
-    method = _last("--method.name", tokens) or config.get("method", {}).get("name") or usual
+    data = _last("--data.name", tokens) or config.get("data", {}).get("name")
+    preset = _last("--preset", tokens) or config.get("preset")
+    method = _last("--method.name", tokens) or config.get("method", {}).get("name")
+    preset, method = _usual(data, preset, method)
     if method != config.get("method", {}).get("name", method):
         config["method"] = {"name": method}  # another method's options mean nothing to this one
     parser = run_parser(prog, description, method)
@@ -60,6 +62,54 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     if file is not None:
         _require_known_settings(parser, config, file)
     return _run_config(_parse(parser, [*_as_tokens(config), *tokens]))
+
+
+def _usual(data: str | None, preset: str | None, method: str | None) -> tuple[str, str]:
+    """Preset and method of a run, by default those of its dataset."""
+    preset = preset or DEFAULT_PRESET.get(data or "shapes", "shapes")
+    return preset, method or DEFAULT_METHOD.get(preset, "evidential")
+
+
+def resolve(settings: Mapping[str, Any], defaults: dict[str, Any] | None = None) -> RunConfig:
+    """Return the configuration that settings by dotted names ask for, as the same flags would.
+
+    defaults: what they change, nested as in config.yaml; None for what the dataset, preset and method bring.
+    """
+    if defaults is None:
+        chosen = [settings.get(name) for name in ("data.name", "preset", "method.name")]
+        for name, value in zip(("data", "preset", "method"), chosen, strict=True):
+            if not isinstance(value, str | None):
+                raise UserError(f"{name} is {value!r}; give a name of incseg list")
+        preset, method = _usual(*chosen)
+        defaults = {**preset_for(preset, method), "preset": preset}
+    else:
+        method = defaults["method"]["name"]
+    parser = run_parser("incseg", "", method)
+    parser.set_defaults(_flat(defaults))
+    known = [action.dest for action in parser._actions if action.option_strings]
+    for name in settings:
+        if name in (*_GROUPS, "method"):
+            raise UserError(f"{name} is {settings[name]!r}; give its settings as a dict")
+        if name not in known:
+            raise UserError(f"unknown setting '{name}'{nearest(name, known)}")
+    return _run_config(_parse(parser, settings))
+
+
+def by_dotted_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings from Python by the names that `resolve` takes.
+
+    They may be nested as in config.yaml, short as on the command line, and hold paths and NumPy's numbers.
+    """
+    short = {flag.removeprefix("--"): name.removeprefix("--") for flag, name in SHORT.items()}
+    flat = _flat(settings)
+    return {
+        short.get(name, name): os.fspath(value)
+        if isinstance(value, os.PathLike)
+        else value.item()
+        if isinstance(value, np.generic)
+        else value
+        for name, value in flat.items()
+    }
 
 
 def parse_extension(prog: str, defaults: dict[str, Any], tokens: Sequence[str]) -> RunConfig:
@@ -161,9 +211,9 @@ def short_help(parser: ArgumentParser, description: str) -> str:
     return "\n".join([*lines, "", f"All settings, {others}, by group: {parser.prog} --help-all"])
 
 
-def _parse(parser: ArgumentParser, tokens: list[str]) -> dict[str, Any]:
+def _parse(parser: ArgumentParser, given: list[str] | Mapping[str, Any]) -> dict[str, Any]:
     try:
-        parsed: Namespace = parser.parse_args(tokens)
+        parsed: Namespace = parser.parse_args(given) if isinstance(given, list) else parser.parse_object(dict(given))
     except argparse.ArgumentError as error:
         raise UserError(_wrong_value(str(error), parser) or explain(str(error), parser)) from error
     return parsed.as_dict()
@@ -249,10 +299,10 @@ def _require_known_settings(parser: ArgumentParser, config: dict[str, Any], file
             raise UserError(f"{file}: unknown setting '{key}'{nearest(key, known)}")
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -11,7 +11,6 @@ Who reads needs none: a mapped block stays readable until its reader ends, whate
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from incseg.data.presence import Progress, in_threads
 from incseg.files import replacing, write_json
@@ -231,7 +231,9 @@ def clear(caches: Sequence[StoredCache]) -> int:
         freed = sum(cache.bytes for cache in caches)
         for cache in caches:
             for file in cache.files():
-                file.unlink(missing_ok=True)
+                # Windows does not delete the lock that we hold
+                with contextlib.suppress(*([PermissionError] if file.name == _LOCK else [])):
+                    file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something else lies in it
                 cache.folder.rmdir()
     return freed
@@ -244,13 +246,13 @@ def _refuse(cache: StoredCache) -> None:
 @contextlib.contextmanager
 def _locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
     """Hold the folder's lock, which ends with its process; calls `busy` before it waits for another's."""
-    with (folder / _LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # said aloud, because loader processes hold copies of the handle
+    lock = FileLock(folder / _LOCK, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        busy()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

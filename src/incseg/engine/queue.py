@@ -17,7 +17,6 @@ we have been looking: clocks are never compared.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from typing import Any, Literal
 import yaml
 
 from incseg.engine.rundir import RunDir, differing_settings, read_config
-from incseg.files import read_json, write_json, write_text
+from incseg.files import FolderLock, read_json, write_json, write_text
 from incseg.types import UserError
 
 BEAT_SECONDS = 15.0
@@ -255,20 +254,12 @@ def chosen(jobs: list[Job], only: Sequence[str]) -> list[Job]:
 
 def in_use_by(run: RunDir) -> str | None:
     """The process of this machine that works in a run folder, as its lock tells."""
-    lock = run.root / ".lock"
-    try:
-        holder = lock.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    found = re.fullmatch(r"process (\d+) on (.+)", holder)
+    lock = FolderLock(run.root)
+    holder = lock.holder()
+    found = re.fullmatch(r"process (\d+) on (.+)", holder or "")
     if found is None or found[2] != socket.gethostname() or not _is_process(int(found[1])):
         return None
-    with lock.open("a") as stream:  # the number may belong to another process by now
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return holder
-    return None
+    return None if lock.is_free() else holder  # the number may belong to another process by now
 
 
 def _owner(worker: str) -> dict[str, Any]:
@@ -301,6 +292,9 @@ def _read(path: Path) -> Claim | None:
 
 
 def _is_process(pid: int) -> bool:
+    """Return whether a process of this machine lives, as far as the system tells."""
+    if os.name == "nt":
+        return True  # os.kill would end it there; a claim that nobody touches is given up after a while
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

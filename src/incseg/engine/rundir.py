@@ -12,28 +12,26 @@ photographs.png         of one's own photographs: a contact sheet, some with the
 tries/NAME/             of incseg extend: the runs of all recipes that were tried; the best is the run itself
 retests/NAME.json       a step tested again with other inference options (incseg eval --save)
 tensorboard/            where tensorboard is installed
-.lock                   which process works in it; held only as long as that process lives
+.lock, .lock-holder     which process works in it; held only as long as that process lives
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
 
 import incseg
-from incseg.files import read_record, read_yaml, write_json, write_text
+from incseg.files import FolderLock, read_record, read_yaml, write_json, write_text
 from incseg.types import UserError
 
 MAY_DIFFER = {
@@ -69,7 +67,7 @@ class RunDir:
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
-        self._lock: TextIO | None = None
+        self._lock: FolderLock | None = None
 
     @property
     def config(self) -> Path:
@@ -149,38 +147,22 @@ class RunDir:
 
     def close(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def require_there(self) -> None:
         """See that the folder is still the one we hold: in a new one of its name we would write half a run."""
-        if self._lock is None:
-            return
-        try:
-            there = os.stat(self.root / ".lock")
-        except OSError:
-            there = None
-        if there is None or not os.path.samestat(there, os.fstat(self._lock.fileno())):
+        if self._lock is not None and not self._lock.is_in_place():
             raise UserError(
                 f"{self.root} was deleted or moved while this run worked in it; the same command begins again"
             )
 
     def _take_lock(self) -> None:
-        self._lock = (self.root / ".lock").open("a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "another process"
-            self.close()
-            raise UserError(
-                f"{self.root} is in use by {holder}; wait for it, stop it, or choose another --out"
-            ) from None
-        # Loader processes outlive a killed parent by seconds, and would hold the lock they inherited for as long.
-        os.register_at_fork(after_in_child=self.close)
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
+        lock = FolderLock(self.root)
+        if not lock.acquire():
+            holder = lock.holder() or "another process"
+            raise UserError(f"{self.root} is in use by {holder}; wait for it, stop it, or choose another --out")
+        self._lock = lock
 
     def check_same(self, config: dict[str, Any]) -> None:
         """Refuse to go on, where something was learnt, with settings that would have given another result."""

@@ -137,6 +137,11 @@ class Runtime:
         }
 
 
+def available_cores() -> int:
+    """Return the cores that this process may use; macOS and Windows tell only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def speaks() -> bool:
     """Whether this process may print: the only one, or the first of those that torchrun started."""
     return _rank() == 0
@@ -156,7 +161,7 @@ def seed_everything(*key: int) -> None:
 
 def seed_of(*key: int) -> int:
     """A well mixed 63-bit seed from a tuple of numbers."""
-    return int(np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextlib.contextmanager

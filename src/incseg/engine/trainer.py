@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from incseg.data.feeds import Feed
 from incseg.data.views import EpochOrder
-from incseg.engine.board import Board
 from incseg.engine.calibration import judge
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.evaluator import Evaluator
@@ -26,6 +25,7 @@ from incseg.engine.progress import Reporter
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
 from incseg.engine.steps import Kept, StepStore
+from incseg.engine.tensorboard import TensorBoard
 from incseg.files import read_tensors, write_array, write_record, write_tensors
 from incseg.methods.base import Judged, Method, StepContext
 from incseg.metrics.continual import FIGURES, plop_average
@@ -156,7 +156,7 @@ class Trainer:
     runtime: Runtime
     folder: RunDir
     reporter: Reporter
-    board: Board
+    board: TensorBoard
     steps: StepStore
     about: dict[str, Any]
     """What the model files tell about their origin."""

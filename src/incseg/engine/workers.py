@@ -21,6 +21,7 @@ import torch
 
 from incseg.engine.progress import figures_line
 from incseg.engine.queue import BEAT_SECONDS, Held, Queue, State, in_use_by
+from incseg.engine.runtime import available_cores
 from incseg.files import read_record
 from incseg.types import UserError
 
@@ -129,7 +130,7 @@ class Workers:
     def _environment(self, threads: int | None, number: int) -> dict[str, str]:
         """Cores and GPUs are shared out to the workers, where the settings do not say otherwise."""
         environment = dict(os.environ)
-        threads = threads or max(1, len(os.sched_getaffinity(0)) // self.number)
+        threads = threads or max(1, available_cores() // self.number)
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         if self.number > 1 and (gpus := visible_gpus()):
             environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
@@ -140,7 +141,8 @@ class Workers:
         def request(number: int, frame: FrameType | None) -> None:
             (self._kill if self._stop.is_set() else self._stop).set()
 
-        previous = {n: signal.signal(n, request) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+        previous = {n: signal.signal(n, request) for name in names if (n := getattr(signal, name, None))}
         try:
             yield
         finally:

@@ -57,6 +57,12 @@ class Protocol:
     the classes learnt, so that learnt label i is `classes_in_order[i - 1]`; `groups`, the task's classes per
     step, which in setting "joint" still tell the base classes from the later ones; `prediction_table`,
     (256,) uint8 from learnt labels to dataset ids.
+
+    Example:
+        >>> from incseg.data.shapes import Shapes
+        >>> protocol = incseg.Protocol(Shapes().info, "6-2", "overlapped")
+        >>> [step.names for step in protocol.steps[1:]]
+        [('hexagon', 'arrow'), ('crescent', 'flower')]
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """What an extension did, for people: one row per class, what was tried, and the rest in words.
 
-Everything is read from the changes.json of a run folder (engine/forgetting.py, extend.py).
+Everything is read from the changes.json of a run folder (engine/forgetting.py, incseg/extension.py).
 """
 
 from __future__ import annotations

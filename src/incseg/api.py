@@ -1,0 +1,217 @@
+"""Train and extend models from Python: what the commands of the same names do, with the same settings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from incseg import experiment, extension
+from incseg.cli.settings import by_dotted_name, resolve
+from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import speaks
+from incseg.files import read_record
+from incseg.inference import Predictor, load
+from incseg.methods.base import Method
+from incseg.metrics.continual import FIGURES
+from incseg.report.extension import CLASS_HEADS, class_rows, in_words
+from incseg.types import UserError
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run in its folder.
+
+    folder: holds the models of all steps, the settings, and what was measured.
+    method: the method's name; one from outside incseg is imported for `model` without being named again.
+
+    Example:
+        >>> run = incseg.train(data="shapes", preset="shapes-quick", out="runs/quick")
+        >>> print(run.table())
+        >>> run.rows[-1]["iou"]["disc"]
+        71.3
+        >>> model = run.model()
+    """
+
+    folder: Path
+    method: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each step: its classes, the mean IoU of base, new and all classes, and the IoU of each class."""
+        return RunDir(self.folder).rows()
+
+    @property
+    def forgetting(self) -> dict[str, Any] | None:
+        """Of a run that extended a model: what happened to each old class and how well each new one is found."""
+        file = RunDir(self.folder).changes
+        return read_record(file) if file.exists() else None
+
+    def table(self) -> str:
+        """Return a table to print: a row for each class, or for each step where there are several.
+
+        Of an extended model it has old and new classes, with a line about what changed for the old ones.
+        """
+        if self.forgetting is not None:
+            return "\n".join([_aligned(CLASS_HEADS, class_rows(self.forgetting)), *in_words(self.forgetting)])
+        rows = self.rows
+        if len(rows) == 1:
+            return _aligned(("class", "IoU"), [[name, _figure(iou)] for name, iou in rows[0]["iou"].items()])
+        heads = ("step", "learns", "images", *(name.capitalize() for name in FIGURES))
+        cells = [
+            [
+                str(row["index"]),
+                ", ".join(row["classes"]),
+                str(row["train_images"]),
+                *(_figure(row[f]) for f in FIGURES),
+            ]
+            for row in rows
+        ]
+        return _aligned(heads, cells)
+
+    def model(self, step: int | None = None, device: str = "auto", threads: int | None = None) -> Predictor:
+        """Return the model of a step, the last by default, ready to predict."""
+        return load(self.folder, step, device, threads, self.method)
+
+
+def train(
+    *,
+    data: str | Mapping[str, Any] = "shapes",
+    root: StrPath | None = None,
+    task: str | Sequence[Sequence[str]] | None = None,
+    method: str | type[Method] | Mapping[str, Any] | None = None,
+    out: StrPath | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Learn a task step by step, as `incseg train` does. The same call goes on where a run was interrupted.
+
+    data:     the kind of dataset: shapes, voc, ade20k or folder.
+    root:     its folder; shapes needs none.
+    task:     such as "15-1" or "joint", or groups of class names, [["cat", "dog"], ["bird"]].
+    method:   a name of `incseg list`, or a class of your own; by default the preset's.
+    out:      the run folder; by default a name in runs/ that is made of the settings.
+    quiet:    print nothing.
+    settings: all other settings of `incseg train --help-all`, nested, train={"lr": 0.1}, or by dotted names,
+              **{"train.lr": 0.1}. They win over the preset.
+
+    Example:
+        >>> run = incseg.train(data="folder", root="photographs", out="runs/mine", train={"epochs": 10})
+        >>> run = incseg.train(preset="shapes-quick", method="lwf", seed=3)
+        >>> print(run.table())
+    """
+    named = {"data": data, "root": _path(root), "task": _task(task), "method": _name(method), "out": _path(out)}
+    given = by_dotted_name({**settings, **{name: value for name, value in named.items() if value is not None}})
+    with _output(quiet):
+        config = resolve(given)
+        if config.preset == experiment.OWN_PHOTOGRAPHS and not extension.SIZES & given.keys():
+            size = experiment.fit_size(config)
+            if speaks():
+                print(size)
+        experiment.train(config)
+    return Run(config.folder, config.method["name"])
+
+
+def extend(
+    model: StrPath | Predictor | Run,
+    *,
+    root: StrPath | None,
+    out: StrPath,
+    classes: str | Sequence[str] | None = None,
+    data: str = "folder",
+    recipe: str = extension.AUTO,
+    size: int | None = None,
+    images: StrPath | None = None,
+    step: int | None = None,
+    method: str | type[Method] | None = None,
+    seed: int = 42,
+    device: str = "auto",
+    threads: int | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Run:
+    """Add classes to a model without the data that it learnt from, as `incseg extend` does.
+
+    model:    a run, a model, a run folder or a model file.
+    root:     a labelled folder that shows the new classes: images/, masks/, classes.txt.
+    out:      the run folder to write.
+    classes:  which classes of the folder to add; by default all that the model does not know.
+    recipe:   how to learn: auto tries a few, from gentle to strong, and takes the best.
+    settings: settings of `incseg train` that win over the recipe. All else is as in `incseg extend --help`.
+
+    Example:
+        >>> run = incseg.extend("runs/mine", root="more-photographs", classes=["helmet"], out="runs/more")
+        >>> print(run.table())  # old classes: the share of pixels that are labelled as before; new ones: IoU
+        >>> run.model().classes
+        ('background', 'person', 'helmet')
+    """
+    file = model.folder if isinstance(model, Run) else model.info["file"] if isinstance(model, Predictor) else model
+    given = by_dotted_name(settings)
+    for name in given:
+        if not name.startswith(extension.SETTINGS):
+            raise UserError(f"unknown setting '{name}' of an extension; allowed are {', '.join(extension.SETTINGS)}")
+    request = extension.Request(
+        model=file,
+        out=os.path.expanduser(out),
+        resolve=lambda defaults: resolve(given, defaults),
+        given=frozenset(given),
+        data=data,
+        root=_path(root),
+        classes=classes if isinstance(classes, str | None) else ",".join(classes),
+        recipe=recipe,
+        size=size,
+        images=None if images is None else Path(images).expanduser(),
+        step=step,
+        method=_name(method),
+        seed=seed,
+        device=device,
+        threads=threads,
+    )
+    with _output(quiet):
+        plan = extension.Plan.read(request)
+        tries = plan.tries()
+        for line in plan.lines if speaks() else ():
+            print(line)
+        report = extension.extend(tries, Path(request.out), train_images=plan.train_images)
+    taken = next((one for one in tries if one.recipe.name == report.get("recipe")), tries[0])
+    return Run(Path(request.out), taken.config.method["name"])
+
+
+def _path(path: StrPath | None) -> str | None:
+    return None if path is None else os.path.expanduser(path)
+
+
+def _name(method: Any) -> Any:
+    """A class by the name that it is imported by; everything else as it is."""
+    return f"{method.__module__}:{method.__qualname__}" if isinstance(method, type) else method
+
+
+def _task(task: str | Sequence[Sequence[str]] | None) -> str | None:
+    return task if isinstance(task, str | None) else "/".join(",".join(group) for group in task)
+
+
+def _output(quiet: bool) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext()
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width; numbers to the right."""
+    columns = list(zip(heads, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numbers = [not any(cell[:1].isalpha() for cell in column[1:]) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numbers, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(heads), *map(line, rows)])

@@ -1,0 +1,221 @@
+"""The public API: lazy, typed, and the same runs and predictions as the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mypy import api as mypy
+from small_runs import PYTHON_PATH, assert_same_run
+
+import incseg
+from incseg.cli import main
+from incseg.data.export import export
+from incseg.data.shapes import Shapes
+from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.methods.base import Method
+
+SMALL = {
+    "seed": 3,
+    "device": "cpu",
+    "threads": 1,
+    "preset": "shapes-quick",
+    "train": {"epochs": 1, "crop": 48, "workers": 0},
+    "eval": {"size": 48, "workers": 0},
+    "model": {"width": 16},
+}
+FLAGS = (
+    "--seed=3", "--device=cpu", "--threads=1", "--preset=shapes-quick", "--train.epochs=1", "--train.crop=48",
+    "--train.workers=0", "--eval.size=48", "--eval.workers=0", "--model.width=16",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mine")
+    export(Shapes(seed=5, train_size=28, val_size=6, image_size=48), root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def first(mine: Path, tmp_path_factory: pytest.TempPathFactory) -> incseg.Run:
+    out = tmp_path_factory.mktemp("runs") / "first"
+    return incseg.train(
+        data="folder", root=mine, task=[["disc", "square"], ["star"]], method="analytic", out=out, quiet=True, **SMALL
+    )
+
+
+def test_the_import_is_light() -> None:
+    """Neither torch nor NumPy comes with the package, its version, its error and the list of its names."""
+    script = (
+        "import sys, incseg; incseg.__version__; incseg.UserError; assert set(incseg.__all__) <= set(dir(incseg));"
+        "print([name for name in ('torch', 'numpy', 'PIL', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={"PYTHONPATH": PYTHON_PATH}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_every_public_name_is_there_and_has_an_example() -> None:
+    for name in incseg.__all__:
+        assert getattr(incseg, name) is getattr(incseg, name)
+    for name in ("Predictor", "Protocol", "Result", "Run", "extend", "load", "train"):
+        assert ">>> " in (getattr(incseg, name).__doc__ or ""), name
+    assert ">>> import incseg" in (incseg.__doc__ or "")
+    with pytest.raises(AttributeError, match="module 'incseg' has no attribute 'trian'"):
+        incseg.trian  # noqa: B018
+
+
+def test_extend_stays_a_function_when_everything_is_imported() -> None:
+    """A module incseg.extend would take the place of the function as soon as it is imported."""
+    for name in incseg.__all__:
+        assert not (Path(incseg.__file__).parent / f"{name}.py").exists()
+
+
+TYPED = {
+    'incseg.train(data="shapes", train={"lr": 0.1})': "incseg.api.Run",
+    'incseg.extend("x", root="x", out="y", classes=["a"]).table()': "str",
+    'incseg.load("x").predict("a.png")': "incseg.inference.Result",
+    'incseg.load("x").predict(["a.png"])': "list[incseg.inference.Result]",
+    'incseg.load("x").predict(Path("x").iterdir())': "Iterator[incseg.inference.Result]",
+    'incseg.load("x").predict("a.png").overlay()': "PIL.Image.Image",
+}
+
+
+def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
+    """With a stub instead of torch, which mypy takes a minute to read."""
+    stubs = tmp_path / "stubs" / "torch"
+    stubs.mkdir(parents=True)
+    (stubs / "__init__.pyi").write_text(
+        "from typing import Any\nclass Tensor: ...\ndef __getattr__(name: str) -> Any: ...\n"
+    )
+    source = Path(incseg.__file__).parents[1]
+    assert (source / "incseg" / "py.typed").exists()
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nmypy_path = {stubs.parent}:{source}\nignore_missing_imports = true\n"
+        "[mypy-incseg.*]\nignore_errors = true\n"
+        "[mypy-rich.*,jsonargparse.*,matplotlib.*,yaml.*]\nfollow_imports = skip\n"
+    )
+    lines = ["import incseg", "from pathlib import Path", *(f"reveal_type({expression})" for expression in TYPED)]
+    (tmp_path / "snippet.py").write_text("\n".join([*lines, "incseg.load(3)", "incseg.trian"]))
+    found, _, _ = mypy.run(
+        [
+            "--config-file",
+            str(tmp_path / "mypy.ini"),
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            str(tmp_path / "snippet.py"),
+        ]
+    )
+    told = dict(line.split(".py:")[1].split(": ", 1) for line in found.splitlines() if "snippet.py:" in line)
+    for number, kind in enumerate(TYPED.values(), start=3):
+        assert kind in told[str(number)], found
+    assert 'incompatible type "int"' in told["9"]
+    assert 'no attribute "trian"' in told["10"]
+
+
+def test_training_is_that_of_the_command_line(first: incseg.Run, mine: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "command"
+    flags = ["--data=folder", f"--root={mine}", "--task=disc,square/star", "--method=analytic", f"--out={out}", *FLAGS]
+    assert main(["train", *flags]) == 0
+    capsys.readouterr()
+    assert_same_run(first.folder, out)
+    seconds = [row["seconds"] for row in incseg.Run(out, "analytic").rows]
+    dotted = {
+        "train.epochs": 1,
+        "train": {"crop": np.int64(48), "workers": 0},
+        "data.root": mine,
+        "data": {"name": "folder"},
+    }
+    again = incseg.train(**{**SMALL, **dotted}, task="disc,square/star", method="analytic", out=out)
+    assert again.folder == out
+    assert [row["seconds"] for row in again.rows] == seconds  # the same settings, so nothing was trained again
+    table = first.table().splitlines()
+    assert table[0].split() == ["step", "learns", "images", "Base", "New", "All", "Inc"]
+    assert len(table) == 3
+    assert first.forgetting is None
+    assert first.model(0, "cpu").classes == ("background", "disc", "square")
+
+
+def test_extending_is_that_of_the_command_line(first: incseg.Run, mine: Path, tmp_path: Path, capsys) -> None:
+    here = {"device": "cpu", "threads": 1, "train": {"workers": 0}, "eval": {"workers": 0}}
+    run = incseg.extend(
+        first.model(device="cpu"), root=mine, classes=["ring"], out=tmp_path / "python", quiet=True, **here
+    )
+    assert capsys.readouterr().out == ""
+    out = tmp_path / "command"
+    flags = ["--classes=ring", f"--out={out}", "--device=cpu", "--threads=1", "--train.workers=0", "--eval.workers=0"]
+    assert main(["extend", str(first.folder), f"--root={mine}", *flags]) == 0
+    assert_same_run(run.folder, out)
+    assert run.forgetting is not None
+    assert set(run.forgetting["classes"]) == {"disc", "square", "star"}
+    rows = run.table().splitlines()
+    assert rows[0].split() == ["class", "photographs", "unchanged", "IoU", "before", "IoU"]
+    assert [row.split()[:2] for row in rows[1:5]] == [
+        ["disc", "old"],
+        ["square", "old"],
+        ["star", "old"],
+        ["ring", "new"],
+    ]
+    assert run.model(device="cpu").classes == ("background", "disc", "square", "star", "ring")
+
+
+class Mine(Method):
+    """A method from outside incseg."""
+
+    background_output = True
+
+    def losses(self, batch, out, teacher, step):
+        labels = batch.labels[:, ::8, ::8]
+        return {"ce": cross_entropy_sum(out.logits, labels) / labels.numel()}
+
+    def predict(self, logits, increments):
+        return softmax_prediction(logits)
+
+
+def test_a_class_of_ones_own_is_a_method(tmp_path: Path) -> None:
+    data = {"name": "shapes", "train_size": 16, "val_size": 4, "image_size": 48}
+    run = incseg.train(data=data, task="joint", method=Mine, out=tmp_path / "run", quiet=True, **SMALL)
+    assert run.method == "test_api:Mine"
+    assert isinstance(run.model(device="cpu").method, Mine)
+    assert run.table().splitlines()[0].split() == ["class", "IoU"]
+    with pytest.raises(incseg.UserError, match="name it yourself"):
+        incseg.load(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train": {"epoch": 3}}, r"unknown setting 'train\.epoch'; did you mean train\.epochs\?"),
+        ({"train.lr": "fast"}, r"train\.lr is 'fast'; it must be a number"),
+        ({"train": 3}, "train is 3; give its settings as a dict"),
+        ({"method": {"name": "evidential", "balancing": "oods"}}, r"method\.balancing 'oods'; did you mean 'odds'"),
+        ({"speed": 1}, "unknown setting 'speed'"),
+        ({"preset": 3}, "preset is 3; give a name"),
+        ({"data": "vocc"}, "unknown dataset 'vocc'; did you mean 'voc'"),
+        ({"method": "lfw"}, "unknown method 'lfw'; did you mean 'lwf'"),
+    ],
+)
+def test_wrong_settings(tmp_path: Path, settings: dict, message: str) -> None:
+    with pytest.raises(incseg.UserError, match=message):
+        incseg.train(out=tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": {"epoch": 3}}, r"unknown setting 'train\.epoch'; did you mean"),
+        ({"task": "joint"}, "unknown setting 'task' of an extension"),
+        ({"recipe": "gentl"}, "unknown recipe 'gentl'; did you mean 'gentle'"),
+        ({"classes": ["rign"]}, "unknown class 'rign'; did you mean 'ring'"),
+        ({"root": "gone"}, "gone"),
+    ],
+)
+def test_wrong_extensions(first: incseg.Run, mine: Path, tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(incseg.UserError, match=message):
+        incseg.extend(first, **{"root": mine, "out": tmp_path / "run", **options})

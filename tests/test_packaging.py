@@ -1,0 +1,45 @@
+"""What pyproject.toml declares is what the code imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import incseg
+from incseg.cli.doctor import _REQUIRED
+
+ROOT = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}
+"""Packages whose distribution has another name."""
+
+
+def imported_packages() -> set[str]:
+    """Return the packages of others that any file of incseg imports."""
+    found: set[str] = set()
+    for path in Path(incseg.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"incseg"}
+
+
+def declared(section: str) -> set[str]:
+    """Return the distributions that a list of pyproject.toml names."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    block = re.search(rf"^{section} = \[(.*?)\n?\]$", text, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return {name.lower() for name in re.findall(r'"([\w-]+)', block[1])}
+
+
+def test_imports_are_declared() -> None:
+    extras = declared("imagenet") | declared("tensorboard") | declared("timm") | declared("onnx")
+    imported = {DISTRIBUTIONS.get(name, name).lower() for name in imported_packages()}
+    assert imported <= declared("dependencies") | extras
+
+
+def test_the_doctor_looks_for_every_dependency() -> None:
+    assert {DISTRIBUTIONS.get(name, name).lower() for name in _REQUIRED} == declared("dependencies")

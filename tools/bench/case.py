@@ -1,0 +1,24 @@
+"""Run `python -m tools.bench.case BENCH CASE SETTINGS`: one case in this process, its figures as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import torch
+
+from incseg.engine.runtime import speaks
+from tools.bench.measure import Settings
+
+
+def main(bench: str, case: str, settings: str) -> None:
+    chosen = Settings(**json.loads(settings))
+    torch.set_num_threads(chosen.threads)
+    figures = importlib.import_module(f"tools.bench.{bench}").measure(case, chosen)
+    if speaks():
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,130 @@
+"""What benches of training share: steps without a dataset, and a trainer whose batches lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from incseg.data.feeds import Feed, Keys, Loaded
+from incseg.engine.evaluator import EvalConfig, Evaluator
+from incseg.engine.progress import Silent
+from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import Runtime
+from incseg.engine.steps import StepStore
+from incseg.engine.tensorboard import TensorBoard
+from incseg.engine.trainer import TrainConfig, Trainer
+from incseg.methods import Evidential
+from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.protocol import Protocol, Step
+from incseg.types import MAX_CLASSES, DatasetInfo, Increment, Inputs
+
+NETWORK = ModelConfig("efficientnet-lite0", output_stride=16, stages=(2, 3), width=96, dilations=(1, 3, 6))
+"""That of the preset voc-laptop, without its weights."""
+QUICK_NETWORK = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 2, 3))
+
+_BYTES = np.arange(256, dtype=np.uint8)
+
+
+def protocol_of(sizes: Sequence[int]) -> Protocol:
+    """Steps of so many classes."""
+    names = iter(f"class {i}" for i in range(sum(sizes)))
+    groups = [list(islice(names, size)) for size in sizes]
+    classes = tuple(name for group in groups for name in group)
+    return Protocol(DatasetInfo("made up", classes), groups, "overlapped")
+
+
+def step_of(old: int, new: int) -> Step:
+    """A step by its number of classes; a protocol allows no more of them than a byte holds."""
+    ids = tuple(range(1, old + new + 1))
+    return Step(int(old > 0), ids[:old], ids[old:], (), ("",) * new, _BYTES, _BYTES)
+
+
+def grown(config: ModelConfig, sizes: Sequence[int]) -> Segmenter:
+    """A model of so many steps with random weights."""
+    torch.manual_seed(0)
+    model = Segmenter(config, background_output=False)
+    for number, size in enumerate(sizes):
+        model.grow(Increment(tuple(f"class {number}.{i}" for i in range(size)), tuple(range(size))))
+    return model
+
+
+def made_up_labels(images: int, size: int, old: int, total: int) -> Tensor:
+    """(images, size, size) blobs of background and new classes, as a step's labels are."""
+    dtype = torch.uint8 if total <= MAX_CLASSES else torch.int32
+    blobs = torch.randint(old, total + 1, (images, size // 8, size // 8), dtype=dtype)
+    labels = blobs.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    return torch.where(labels == old, 0, labels)
+
+
+@dataclass
+class MemoryFeed(Feed):
+    """Batches that are there already; each process takes its share of them."""
+
+    loaded: Sequence[Loaded]
+
+    def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
+        for number, _ in enumerate(keys):
+            yield self.loaded[number % len(self.loaded)]
+
+    def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
+        raise NotImplementedError("a bench shows no photographs")
+
+    def mask(self, image: int) -> np.ndarray:
+        raise NotImplementedError("a bench has labels without masks")
+
+    def plain(self, step: Step, batch_size: int, positions: Sequence[int] | None = None) -> Iterator[Loaded]:
+        return iter(self.loaded)
+
+    def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
+        return iter(self.loaded)
+
+
+def second_step(
+    config: ModelConfig, images: int, size: int, updates: int, runtime: Runtime, folder: Path, **train: Any
+) -> tuple[Trainer, Segmenter]:
+    """A trainer of the evidential method at the second step of 15-5, and its teacher; `images` are those of an update.
+
+    Its batches are pixels, or, where the backbone is frozen, what the head reads of them.
+    """
+    protocol = protocol_of((15, 5))
+    teacher, model = grown(config, (15,)).frozen_copy(), grown(config, (15, 5)).train()
+    own = images // runtime.world
+    loaded: list[Loaded] = []
+    for _ in range(2):
+        pixels = torch.randn(own, 3, size, size)
+        inputs = model.features(pixels) if config.freeze_backbone else pixels
+        loaded.append((inputs, made_up_labels(own, size, 15, 20), list(range(own))))
+    feed = MemoryFeed([range(images * updates)] * 2, (), 0, loaded)
+    reporter = Silent()
+    trainer = Trainer(
+        protocol=protocol,
+        feed=feed,
+        evaluator=Evaluator(protocol, feed, [], EvalConfig(), runtime, reporter),
+        method=Evidential(),
+        model=model,
+        train=TrainConfig(epochs=1, batch_size=images, crop=size, lr=1e-3, lr_later=1e-3, **train),
+        seed=0,
+        runtime=runtime,
+        folder=RunDir(folder),
+        reporter=reporter,
+        board=TensorBoard(None),
+        steps=StepStore(None, lambda step: {}),
+        about={},
+    )
+    return trainer, teacher
+
+
+def fit_seconds(trainer: Trainer, teacher: Segmenter) -> float:
+    """The trainer's own loop over one epoch; its last checkpoint is not counted."""
+    progress = trainer._fit(trainer.protocol.steps[-1], teacher)
+    trainer.folder.checkpoint.unlink(missing_ok=True)
+    trainer.runtime.barrier()  # else another process finds it when it fits again
+    return progress.seconds

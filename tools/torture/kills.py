@@ -1,0 +1,155 @@
+"""kill -9 at random moments: the same command goes on and ends with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from incseg import files
+from incseg.data import features as feature_store
+from incseg.engine import steps as step_store
+from incseg.engine.progress import Screen
+from tools.torture.case import Case, Kind, Lost, Running, incseg
+from tools.torture.runs import CACHED, require_same, settings
+
+RUNS: dict[str, dict[str, Any]] = {
+    "from pixels": {},
+    "from pixels, two loader processes": {"train": {"workers": 2}, "eval": {"workers": 2}},
+    "frozen backbone with its feature cache": CACHED,
+    "trained steps kept for others (--reuse)": {"reuse": True},
+}
+MUST = dict.fromkeys(RUNS, "the same command goes on, and every tensor of every step is that of an undisturbed run")
+MUST["while several runs fill one cache"] = "the others go on and end as they would alone"
+_KILLS = 50
+_moments: Counter[str] = Counter()
+
+
+def cases(seed: int, quick: bool) -> list[Case]:
+    draw = random.Random(seed)
+    chains = 1 if quick else 3
+    kills = 2 if quick else -(-_KILLS // (chains * len(RUNS)))
+    names = list(RUNS)[2:3] if quick else list(RUNS)
+    found = [
+        Case(
+            name,
+            f"chain {chain} of {kills} kills",
+            functools.partial(_chain, name, kills, draw.randrange(2**32)),
+            kills,
+        )
+        for name in names
+        for chain in range(chains)
+    ]
+    if not quick:
+        found.append(Case("while several runs fill one cache", "three runs, one killed", _killed_beside_others))
+    return found
+
+
+def _chain(name: str, kills: int, seed: int, folder: Path) -> None:
+    """Kill a run again and again as it goes on, then let it end; runs that end before their kill are begun anew."""
+    draw = random.Random(seed)
+    undisturbed, seconds = _undisturbed(name)
+    done, attempt = 0, 0
+    while done < kills:
+        out, cache = folder / f"run{attempt}", folder / f"cache{attempt}"
+        attempt += 1
+        command = settings(folder / "settings.yaml", out, **_every_update(RUNS[name]))
+        while done < kills:
+            if not _killed(command, cache, draw.uniform(0, 0.8 * seconds)):
+                break
+            done += 1
+        incseg(command, cache).succeeded()
+        require_same(undisturbed, out)
+        if left := [file for place in (out, cache) for file in place.rglob(".*.tmp")]:
+            raise Lost(f"a half-written file is still there: {left[0].name}")
+
+
+def _every_update(changes: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint after every update, so that many kills fall into the writing of one."""
+    return {**changes, "train": {**changes.get("train", {}), "checkpoint_seconds": 0.0}}
+
+
+@functools.cache
+def _undisturbed(name: str) -> tuple[Path, float]:
+    """The run as it should end, and the seconds it takes."""
+    folder = Path(tempfile.mkdtemp(prefix="torture-undisturbed-"))
+    command = settings(folder / "settings.yaml", folder / "run", **_every_update(RUNS[name]))
+    ended = incseg(command, folder / "cache").succeeded()
+    return folder / "run", ended.seconds
+
+
+def _killed(command: list[object], cache: Path, seconds: float) -> bool:
+    """Kill -9 after so many seconds; notes what the run was at. False where it had ended before."""
+    shared = mmap.mmap(-1, 256)
+    running = Running(command, cache, functools.partial(_tell, shared))
+    while not running.ended() and time.monotonic() - running.started < seconds:
+        time.sleep(0.0005)
+    if running.ended():
+        running.wait().succeeded()
+        return False
+    running.kill()
+    running.wait()
+    _moments[shared[:].rstrip(b"\0").decode() or "starting"] += 1
+    return True
+
+
+def _tell(shared: mmap.mmap) -> None:
+    """Have this process say what it is at, where the one that kills it can read it."""
+
+    def say(text: str) -> None:
+        shared[:] = text.encode()[:256].ljust(256, b"\0")
+
+    begin, rows, replacing = Screen.begin, Screen.rows, files.replacing
+    phase = ["starting"]
+
+    def began(self: Screen, what: str, *more: Any, **named: Any) -> None:
+        phase[0] = "evaluation" if what.startswith("test") else "training" if what.startswith("step") else "features"
+        say(phase[0])
+        begin(self, what, *more, **named)
+
+    def told(self: Screen, *more: Any) -> None:
+        phase[0] = "between steps"
+        say(phase[0])
+        rows(self, *more)
+
+    @contextmanager
+    def writing(path: Path) -> Iterator[Path]:
+        kind = {"checkpoint.safetensors": "checkpoint", "model.safetensors": "model", "row.json": "row"}.get(path.name)
+        kind = kind or ("cache" if path.name.startswith("block-") else "other file")
+        say(f"writing: {kind}")
+        with replacing(path) as temporary:
+            yield temporary
+        say(phase[0])
+
+    Screen.begin, Screen.rows = began, told  # type: ignore[method-assign]
+    patched: Callable[[Path], AbstractContextManager[Path]] = writing
+    for module in (files, step_store, feature_store):
+        module.replacing = patched  # type: ignore[attr-defined]
+
+
+def _killed_beside_others(folder: Path) -> None:
+    """Three runs of other seeds begin at once and share a cache that none has filled; one of them is killed."""
+
+    def command(place: str, seed: int) -> list[object]:
+        return settings(folder / f"{place}{seed}.yaml", folder / f"{place}{seed}", seed=seed, **CACHED)
+
+    running = [Running(command("beside", seed), folder / "cache") for seed in range(3)]
+    while not list(folder.glob("cache/features/*/about.json")) and not running[0].ended():
+        time.sleep(0.0005)
+    running[0].kill()
+    for one in running:
+        one.wait()
+    for seed in range(3):
+        incseg(command("beside", seed), folder / "cache").succeeded()
+        incseg(command("alone", seed), folder / f"cache{seed}").succeeded()
+        require_same(folder / f"alone{seed}", folder / f"beside{seed}")
+
+
+KIND = Kind("kills", MUST, cases, lambda: {"moments": dict(_moments.most_common())})
