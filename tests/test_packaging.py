@@ -43,3 +43,11 @@ def test_imports_are_declared() -> None:
 
 def test_the_doctor_looks_for_every_dependency() -> None:
     assert {DISTRIBUTIONS.get(name, name).lower() for name in _REQUIRED} == declared("dependencies")
+
+
+def test_the_package_is_typed_and_its_version_is_the_same_everywhere() -> None:
+    assert (Path(incseg.__file__).parent / "py.typed").is_file()
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {incseg.__version__}\n" in citation
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## ([\d.]+)", changes, re.MULTILINE)[0] == incseg.__version__

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from incseg.methods.base import Method
     from incseg.protocol import Protocol
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Method", "Predictor", "Protocol", "Result", "Run", "UserError", "__version__", "extend", "load", "train"]
 
 _MODULES = {
