@@ -39,7 +39,7 @@ lint: setup
 	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 
-# pages of results/ and tables of the docs from the run folders under RUNS and from what was kept of others; trains nothing
+# pages of results/ and tables of the docs from the run folders under RUNS and from the summaries of others (results/NAME/runs.jsonl); trains nothing
 results: setup
 	$(BIN)/python tools/results.py $(RUNS)
 	$(BIN)/python tools/doc_tables.py

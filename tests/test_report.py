@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,18 @@ from incseg.cli import main
 from incseg.config import usual_settings
 from incseg.files import write_array
 from incseg.metrics.uncertainty import BINS
-from incseg.report.choice import each_once, extremes, image_score, largest_fall, leads, shown_classes, with_two_classes
 from incseg.report.figures import Reliability, Unknown, against_increments, class_heat_map, class_table, takings
-from incseg.report.records import read_runs
+from incseg.report.page import Block, HtmlTable, PageSection, inline_html, page
+from incseg.report.pictures import (
+    each_once,
+    extremes,
+    image_score,
+    largest_fall,
+    leads,
+    shown_classes,
+    with_two_classes,
+)
+from incseg.report.runs import collected_warnings, read_runs
 from incseg.report.sections import MOST_LINES, Ladder, Section, ladders_of, sections_of, step_name
 from incseg.report.style import INK, Drawn, keep, line_style
 from incseg.run import train
@@ -34,11 +44,10 @@ GROUPS = (("cat", "cow"), ("sheep",), ("sofa",))
 
 
 def sections(*folders: Path) -> list[Section]:
-    return sections_of(read_runs(folders, usual_settings, fail), fail)
-
-
-def fail(line: str) -> None:
-    raise AssertionError(line)
+    with collected_warnings() as warned:
+        found = sections_of(read_runs(folders, usual_settings))
+    assert warned == []
+    return found
 
 
 def report(out: Path, *arguments: object) -> str:
@@ -106,7 +115,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(figure: object, folder: Path, name: str, caption: str) -> Drawn:
         return Drawn(name, caption, "", {})
 
-    for module in ("incseg.report.chapters", "incseg.gallery"):
+    for module in ("incseg.report.page", "incseg.gallery"):
         monkeypatch.setattr(f"{module}.keep", named)
 
 
@@ -224,7 +233,7 @@ TWO_STEPS = (("cat", "cow"), ("sheep", "sofa"))
 
 
 def ladders(*folders: Path) -> list[Ladder]:
-    return ladders_of(read_runs(folders, usual_settings, fail))
+    return ladders_of(read_runs(folders, usual_settings))
 
 
 def all_of(value: float) -> tuple[float, float, float, float]:
@@ -400,10 +409,22 @@ def test_odd_names_and_tasks_that_look_alike_in_file_names(tmp_path: Path) -> No
     page = report(tmp_path / "out", tmp_path / "a", tmp_path / "b", "--images", 0)
     Checked(page)
     assert "shapes $x$,&lt;b&gt;/y overlapped" in page
+    assert "<b>" not in page
     first, second = sections(tmp_path / "a", tmp_path / "b")
     assert first.key != second.key
     keep(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is no mathematics
     assert ElementTree.parse(tmp_path / "odd.svg")
+
+
+def test_every_text_of_a_page_is_escaped() -> None:
+    odd = "<i>&"
+    figure = Drawn("figure", odd, "<svg></svg>", {"letter": "<path/>"})
+    block = Block(odd, [odd], [HtmlTable([odd], [[odd, odd]], odd)], [odd], [odd], [figure])
+    text = page(odd, odd, [odd], [PageSection(odd, [block, replace(block, folded=True)])], odd)
+    assert "<i>" not in text
+    assert text.count("&lt;i&gt;&amp;") == 7 + 2 * 9  # title twice, about, warning, section twice, footer; each block
+    assert "<svg></svg>" in text
+    assert inline_html("**a<b** and `c`") == "<strong>a&lt;b</strong> and <code>c</code>"
 
 
 @pytest.mark.usefixtures("undrawn")

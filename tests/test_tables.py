@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -33,24 +34,35 @@ from incseg.files import write_array
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
 from incseg.protocol import Protocol
-from incseg.report.compare import average_orders, compare
 from incseg.report.published import PUBLISHED
-from incseg.report.records import RunRecord, read_runs, shown_command
-from incseg.report.tables import group, spread
+from incseg.report.runs import RunRecord, collected_warnings, read_runs, shown_command
+from incseg.report.tables import Group, average_orders, compare, group, spread
 from incseg.report.writers import FORMATS, to_csv, to_latex, to_markdown
 from incseg.run import train
 from incseg.types import UserError
 
 
 def read(*folders: Path, warned: list[str] | None = None) -> list[RunRecord]:
-    lines: list[str] = [] if warned is None else warned
-    records = read_runs(folders, usual_settings, lines.append)
-    assert warned is not None or lines == []
+    """Without `warned` there must be no warnings."""
+    with collected_warnings() as lines:
+        records = read_runs(folders, usual_settings)
+    if warned is None:
+        assert lines == []
+    else:
+        warned += lines
     return records
 
 
-def fail(line: str) -> None:
-    raise AssertionError(line)
+def grouped(records: list[RunRecord]) -> tuple[list[Group], list[str]]:
+    with collected_warnings() as warned:
+        return group(records), warned
+
+
+@pytest.fixture(autouse=True)
+def no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Every warning is collected, by the command or by the test."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.name == "incseg"] == []
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +214,7 @@ def test_an_unfinished_run_tells_how_far_it_is(tmp_path: Path) -> None:
     assert not record.finished
     assert record.all is None
     assert record.how_far == f"{tmp_path}/a is not finished (1 of 2 steps) and left out"
-    assert compare([record], True, fail) == []
+    assert compare([record], True) == []
 
 
 def test_missing_folders_and_empty_ones(tmp_path: Path) -> None:
@@ -301,8 +313,7 @@ def test_runs_are_grouped_over_seeds_only(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/y", seed=2001, rules="mib")
     write_run(tmp_path / "runs/z", seed=2001, preset="paper-voc", settings={"method.balancing": "none"})
     write_run(tmp_path / "runs/zz", seed=42)
-    warned: list[str] = []
-    groups = group(read(tmp_path / "runs"), warned.append)
+    groups, warned = grouped(read(tmp_path / "runs"))
     assert sorted(one.seeds for one in groups) == [[42, 1337], [2001], [2001], [2001]]
     assert warned == [
         f"{tmp_path}/runs/zz is left out: the same settings and seed 42 as {tmp_path}/runs/42"
@@ -314,8 +325,7 @@ def test_folders_of_different_data_are_different_datasets(tmp_path: Path) -> Non
     for name, seed, root in (("a", 42, "/mine/cats"), ("b", 7, "/mine/dogs"), ("c", 42, "/mine/dogs/")):
         changed = {"data.root": root}
         write_run(tmp_path / f"runs/{name}", dataset="folder", preset="folder", seed=seed, settings=changed)
-    warned: list[str] = []
-    groups = group(read(tmp_path / "runs"), warned.append)
+    groups, warned = grouped(read(tmp_path / "runs"))
     assert {one.first.dataset: one.seeds for one in groups} == {"folder cats": [42], "folder dogs": [7, 42]}
     assert warned == []
 
@@ -325,8 +335,7 @@ def test_of_two_extensions_that_only_differ_in_their_model_the_reason_is_given(t
         folder = write_run(tmp_path / f"runs/{name}")
         with (folder / "config.yaml").open("a") as config:
             config.write(f"start: runs/first-{name}\n")
-    warned: list[str] = []
-    group(read(tmp_path / "runs"), warned.append)
+    _, warned = grouped(read(tmp_path / "runs"))
     assert len(warned) == 1
     assert "extends another model" in warned[0]
 
@@ -372,7 +381,7 @@ def test_golden_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("sys.argv", ["/bin/incseg", "eval", "evidential-42", "--method.balancing", "none", "--save"])
     retest(folder, (50, 21, 40, 31), balancing="none")
     records = read(tmp_path / "runs")
-    (table,) = compare(records, True, fail)
+    (table,) = compare(records, True)
     commits = ", ".join(sorted({record.commit for record in records}))
     assert to_markdown(table) == GOLDEN.replace("COMMITS", commits)
 
@@ -380,7 +389,7 @@ def test_golden_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_pascal_in_the_papers_layout(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", task="15-5", setting="disjoint")
     write_run(tmp_path / "runs/b", (52, 22, 42, 32), method="mib:Mine")
-    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    (table,) = compare(read(tmp_path / "runs"), True)
     layout = [("15-5", "disjoint"), ("15-5", "overlapped"), ("15-1", "disjoint"), ("15-1", "overlapped")]
     assert table.columns == layout
     ours = {line.label: line for line in table.lines if not line.published}
@@ -390,7 +399,7 @@ def test_pascal_in_the_papers_layout(tmp_path: Path) -> None:
     published = {line.label: line for line in table.lines if line.published}
     assert published["PLOP (Douillard 2021)"].cells[("15-1", "overlapped")]["all"].mean == 54.6
     write_run(tmp_path / "runs/c", task="10-1")
-    (table,) = compare(read(tmp_path / "runs"), False, fail)
+    (table,) = compare(read(tmp_path / "runs"), False)
     assert table.columns == [*layout, ("10-1", "overlapped")]
     assert not any(line.published for line in table.lines)
 
@@ -399,7 +408,7 @@ def test_best_is_bold_among_its_kind(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", (50.04, 20, 40, 30))
     write_run(tmp_path / "runs/b", (50.0, 19, 40, 30), method="finetune")
     write_run(tmp_path / "runs/c", (90, 90, 90, 90), method="joint", setting="joint")
-    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    (table,) = compare(read(tmp_path / "runs"), True)
     column = ("15-1", "overlapped")
     best = {line.label: [name for name in ("base", "new") if table.is_best(line, column, name)] for line in table.lines}
     assert best["`evidential`"] == ["base", "new"]
@@ -407,14 +416,14 @@ def test_best_is_bold_among_its_kind(tmp_path: Path) -> None:
     assert best["`joint`"] == []
     assert best["RECALL, web (Maracani 2021)"] == []  # uses more data
     assert best["Evidential (Holmquist, Klasén, Felsberg 2022)"] == ["base", "new"]
-    (alone,) = compare(read(tmp_path / "runs/a"), False, fail)
+    (alone,) = compare(read(tmp_path / "runs/a"), False)
     assert not alone.is_best(alone.lines[0], column, "base")
 
 
 def test_joint_fills_every_setting_and_only_all_of_other_tasks(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", (60, 50, 57, 55), task="15-5", setting="joint", method="joint")
     write_run(tmp_path / "runs/b", (None, None, 57.5, None), task="15-5", setting="joint")
-    (table,) = compare(read(tmp_path / "runs"), False, fail)
+    (table,) = compare(read(tmp_path / "runs"), False)
     joint = next(line for line in table.lines if line.label == "`joint`")
     for setting in ("disjoint", "overlapped"):
         assert {name: found.mean for name, found in joint.cells[("15-5", setting)].items()} == {
@@ -428,7 +437,7 @@ def test_fewer_seeds_in_a_cell_are_told(tmp_path: Path) -> None:
     for seed in (42, 1337):
         write_run(tmp_path / f"runs/{seed}", seed=seed)
     write_run(tmp_path / "runs/one", task="15-5")
-    (table,) = compare(read(tmp_path / "runs"), False, fail)
+    (table,) = compare(read(tmp_path / "runs"), False)
     (line,) = [line for line in to_markdown(table).splitlines() if line.startswith("| `evidential`")]
     assert line.startswith("| `evidential` | 1–2 |")
     assert "| 40.0 (n=1) |" in line
@@ -473,7 +482,7 @@ def test_ade_is_the_mean_of_both_orders(tmp_path: Path) -> None:
         write_run(tmp_path / f"runs/b{seed}", (34 + shift, 22, 29, 27), task="100-50", seed=seed, order="b", **ADE)
     write_run(tmp_path / "runs/one", (10, 11, 12, 13), task="100-10", seed=42, **ADE)
     write_run(tmp_path / "runs/other", (91, 92, 93, 94), task="100-50", **{**ADE, "setting": "overlapped"})
-    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    (table,) = compare(read(tmp_path / "runs"), True)
     assert table.columns == [("100-50", ""), ("50-50", ""), ("100-10", "")]
     ours = {line.label: line.cells for line in table.lines if not line.published}
     assert set(ours) == {"`evidential`", "`evidential` (order a)", "`evidential` (overlapped, order a)"}
@@ -573,7 +582,7 @@ def test_the_table_of_ade_from_its_images(tmp_path: Path, capsys: pytest.Capture
 def test_latex_rows_are_complete_and_escaped(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/a", method="finetune")
     write_run(tmp_path / "runs/b", settings={"method.lambda_kd": 5.0})
-    (table,) = compare(read(tmp_path / "runs"), True, fail)
+    (table,) = compare(read(tmp_path / "runs"), True)
     text = to_latex(table)
     body = text[text.index(r"\hline") :].splitlines()[1:-1]
     assert len(body) == len(table.lines)
@@ -588,7 +597,7 @@ def test_latex_rows_are_complete_and_escaped(tmp_path: Path) -> None:
 def test_csv_names_deviation_and_variance(tmp_path: Path) -> None:
     for seed, base in ((1, 50.0), (2, 53.0)):
         write_run(tmp_path / f"runs/{seed}", (base, None, 40, 30), seed=seed, settings={"method.balancing": "odds"})
-    rows = list(csv.DictReader(io.StringIO(to_csv(compare(read(tmp_path / "runs"), True, fail)))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(compare(read(tmp_path / "runs"), True)))))
     (mine,) = [row for row in rows if row["source"] == "incseg"]
     assert (mine["method"], mine["options"], mine["seeds"]) == ("evidential", "balancing odds", "2")
     assert (mine["base"], mine["base_standard_deviation"], mine["base_variance"]) == ("51.5", "2.121", "4.5")
@@ -650,6 +659,21 @@ def test_compare_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr()
     assert shown.err.startswith("warning: runs/c is left out: ")
     assert "| `evidential` | 1 |" in shown.out
+
+
+def test_a_warning_is_shown_once_whoever_handles_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training shows warnings by a handler; the tables show their own, on one line."""
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b")
+    handler, log = logging.StreamHandler(), logging.getLogger("incseg")
+    level = log.level
+    log.addHandler(handler)
+    try:
+        assert main(["compare", "runs"]) == 0
+    finally:
+        log.removeHandler(handler)
+    assert capsys.readouterr().err == "warning: runs/b is left out: the same settings and seed 42 as runs/a\n"
+    assert log.level == level
 
 
 def test_compare_warns_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -814,9 +838,8 @@ def test_results_are_written_from_folders_alone(
     assert shown.err == "warning: runs/voc-laptop/unfinished is not finished (1 of 2 steps) and left out\n"
     out = Path("results/voc-laptop")
     names = ["ablations", "classes", "main", "unknown"]
-    paper = [f"paper{ending}" for ending in FORMATS.values()]
-    pages = [*paper, *(f"{name}.{kind}" for name in names for kind in ("md", "json"))]
-    assert sorted(os.listdir(out)) == sorted([*pages, "runs"])
+    pages = ["paper.csv", "paper.md", "paper.tex", *(f"{name}.md" for name in names)]
+    assert sorted(os.listdir(out)) == sorted([*pages, "runs.jsonl"])
     before = {name: (out / name).read_bytes() for name in pages}
     assert script.main(["runs/voc-laptop"]) == 0
     assert {name: (out / name).read_bytes() for name in pages} == before
@@ -829,18 +852,17 @@ def test_results_are_written_from_folders_alone(
         assert "2 CPUs" in text
         assert "Made by `python tools/results.py runs/voc-laptop`" in text
         assert "incseg train --data voc --root VOC2012 --seed 42" in text
-        assert str(study.parent) not in text + before[f"{name}.json"].decode()
+        assert str(study.parent) not in text
 
 
 def test_results_hold_the_papers_table(script: ModuleType, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.main([])
     capsys.readouterr()
-    for kind, ending in FORMATS.items():  # other options of inference and ablations have a page of their own
-        main(["compare", "results/voc-laptop/runs", "--format", kind])
-        assert Path(f"results/voc-laptop/paper{ending}").read_text() == capsys.readouterr().out
+    for kind in ("markdown", "latex", "csv"):  # other options of inference and ablations have a page of their own
+        main(["compare", "results/voc-laptop/runs.jsonl", "--format", kind])
+        assert Path(f"results/voc-laptop/paper{FORMATS[kind]}").read_text() == capsys.readouterr().out
     assert "\\begin{tabular}" in Path("results/voc-laptop/paper.tex").read_text()
     assert "evidential,,15-1" in Path("results/voc-laptop/paper.csv").read_text()
-    assert json.loads(Path("results/voc-laptop/paper.json").read_text())["published"]
 
 
 def test_replayed_images_are_not_ranked(tmp_path: Path) -> None:
@@ -848,7 +870,7 @@ def test_replayed_images_are_not_ranked(tmp_path: Path) -> None:
     write_run(tmp_path / "b", (5, 2, 4, 3), method="finetune")
     write_run(tmp_path / "c", (60, 30, 50, 40), settings={"method.replay": "/somewhere/web"})
     write_run(tmp_path / "d", (60, 30, 51, 40), settings={"method.generator": "my:paint"})
-    table = compare(read(tmp_path), published=False, warn=fail)[0]
+    table = compare(read(tmp_path), published=False)[0]
     best = {line.label: table.is_best(line, ("15-1", "overlapped"), "all") for line in table.lines}
     assert best == {"`finetune`": False, "`evidential`": True, "`evidential` (generator my:paint)": False,
                     "`evidential` (replay web)": False}  # fmt: skip
@@ -884,11 +906,7 @@ def test_the_main_page(script: ModuleType, study: Path) -> None:
         "| `joint` | 1 | 70.0 | 60.0 | 65.0 | 66.0 | 45.0 | 2 |",
     ]
     assert "| voc 15-1 overlapped | `evidential` | 2 | 0.00 | 0.00 | 2.00 | 0.00 | 0.00 |" in text
-    data = json.loads(Path("results/voc-laptop/main.json").read_text())
-    assert len(data["rows"]) == 5
-    assert not any(row["retest"] for row in data["rows"])
-    (mine,) = [one for one in data["summary"] if one["method"] == "evidential"]
-    assert mine["all"]["variance"] == 2.0
+    assert "5 runs, " in text
 
 
 def test_the_ablations_page(script: ModuleType, study: Path) -> None:
@@ -907,9 +925,7 @@ def test_the_ablations_page(script: ModuleType, study: Path) -> None:
         "| balancing ratio → odds | 2 | 50.0 ± 0.0 | 20.0 ± 0.0 | 43.0 ± 2.8 | 30.0 ± 0.0 | +2.0 ± 1.4 | +0.0 ± 0.0 |"
     )
     assert again in tested
-    data = json.loads(Path("results/voc-laptop/ablations.json").read_text())
-    assert data["tested"][0]["all_difference"]["variance"] == pytest.approx(2.0)
-    assert {row["method"] for row in data["rows"]} == {"evidential"}
+    assert "`finetune`" not in text
 
 
 def test_an_ablation_is_held_against_the_nearest_run_with_fewer_options(script: ModuleType, tmp_path: Path) -> None:
@@ -933,10 +949,11 @@ def test_the_unknown_page(script: ModuleType, study: Path) -> None:
     assert "by the entropy of the probabilities" in text
     assert text.count("| `evidential` | 2 | 0.500 / 0.250 / 0.500 |") == 4
     assert "`joint`" not in text
-    rows = json.loads(Path("results/voc-laptop/unknown.json").read_text())["rows"]
-    assert {(row["against"], row["score"]) for row in rows} == {
-        ("background", "not_background"), ("background", "entropy"), ("seen", "uncertainty"), ("seen", "entropy"),
-    }  # fmt: skip
+    assert [line.split("unseen against ")[1] for line in text.splitlines() if line.startswith("## ")] == [
+        "true background, by 1 − P(background)", "true background, by the entropy of the probabilities",
+        "classes learnt before, by the method's own uncertainty",
+        "classes learnt before, by the entropy of the probabilities",
+    ]  # fmt: skip
 
 
 def test_the_classes_page(script: ModuleType, study: Path, capsys: pytest.CaptureFixture[str]) -> None:

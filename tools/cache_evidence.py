@@ -26,7 +26,7 @@ from incseg.data.features import StoredCache, stored_caches
 from incseg.data.loaders import Loaders
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import started
-from incseg.files import cache_path, read_json, write_json, write_text
+from incseg.files import cache_path, read_json, write_compact_json, write_text
 from incseg.methods import build_method
 from incseg.metrics.continual import FIGURES
 from incseg.models.files import load_segmenter
@@ -111,7 +111,7 @@ def main() -> int:
         "agreement": found,
         "figures": {name: {figure: row[figure] for figure in FIGURES} for name, row in both.items()},
     }  # fmt: skip
-    write_json(args.out.with_suffix(".json"), data)
+    write_compact_json(args.out.with_suffix(".json"), data)
     write_text(args.out.with_suffix(".md"), page(data, config, args))
     print(f"wrote {args.out}.md and .json")
     return 0

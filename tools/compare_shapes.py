@@ -15,6 +15,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from incseg.files import write_compact_json
+
 SEEDS = (42, 1337, 2001)
 FIGURES = ("base", "new", "all", "inc")
 ROWS = {
@@ -114,7 +116,7 @@ def main() -> None:
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "shapes.md").write_text("\n".join(lines) + "\n")
-    (args.out / "shapes.json").write_text(json.dumps({"rows": rows, "summary": table}, indent=1) + "\n")
+    write_compact_json(args.out / "shapes.json", {"rows": rows, "summary": table})
     print("\n".join(lines[4 : 6 + len(ROWS)]))
 
 

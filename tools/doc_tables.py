@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/voc-laptop.md, from the runs that are kept in results/voc-laptop/runs.
+"""The tables of README.md and docs/voc-laptop.md, from the summaries of runs in results/voc-laptop/runs.jsonl.
 
     python tools/doc_tables.py [--check]
 
@@ -21,12 +21,12 @@ from incseg.errors import UserError
 from incseg.files import write_text
 from incseg.metrics.continual import FIGURES
 from incseg.report.published import PUBLISHED
-from incseg.report.records import read_runs
+from incseg.report.runs import collected_warnings, read_runs
 from incseg.report.tables import Group, group
 from incseg.report.writers import figure_text, markdown_table
 
 ROOT = Path(__file__).parents[1]
-KEPT = ROOT / "results/voc-laptop/runs"
+RUNS = ROOT / "results/voc-laptop/runs.jsonl"
 PRIOR = {"balancing": "odds", "prior": 0.2}
 JOINT = "joint"
 
@@ -78,11 +78,11 @@ DISJOINT = tuple((task, "disjoint") for task in ("15-5", "15-1", "10-1"))
 
 
 class Study:
-    """The kept runs over seeds."""
+    """The runs of a file of summaries, over seeds."""
 
-    def __init__(self, kept: Path) -> None:
-        broken: list[str] = []
-        self._groups = group(read_runs([kept], usual_settings, broken.append), broken.append)
+    def __init__(self, file: Path) -> None:
+        with collected_warnings() as broken:
+            self._groups = group(read_runs([file], usual_settings))
         if broken:
             raise UserError(broken[0])
 
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a table differs")
     args = parser.parse_args(argv)
     try:
-        study = Study(KEPT)
+        study = Study(RUNS)
         before = {page: page.read_text(encoding="utf-8") for page in PAGES}
         anew = {page: with_tables(text, study) for page, text in before.items()}
     except UserError as error:

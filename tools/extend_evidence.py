@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from incseg.files import write_compact_json
+
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 OLD, NEW, NEW_VOC = ("skin", "hair", "shoes", "pants", "dress", "coat"), ("bag", "sunglasses"), ("bag", "hat")
 FEW = 200
@@ -82,7 +84,7 @@ class Lab:
         return self.measured[key]
 
     def write(self) -> None:
-        RESULTS.joinpath("extend.json").write_text(json.dumps(self.measured, indent=1) + "\n")
+        write_compact_json(RESULTS / "extend.json", self.measured)
         RESULTS.joinpath("extend.md").write_text(page(self.measured))
 
 

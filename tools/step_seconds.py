@@ -11,7 +11,6 @@ features were computed before. Writes results/step-seconds.md, .json and .png.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_json, write_text
+from incseg.files import read_json, write_compact_json, write_text
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -31,7 +30,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path)
     args = parser.parse_args()
     found = [measured(RunDir(path)) for path in args.runs]
-    write_text(RESULTS / "step-seconds.json", json.dumps(found, indent=1) + "\n")
+    write_compact_json(RESULTS / "step-seconds.json", found)
     write_text(RESULTS / "step-seconds.md", page(found))
     draw(found, RESULTS / "step-seconds.png")
     return 0

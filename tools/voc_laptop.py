@@ -5,7 +5,7 @@ First the method of the paper, then the rivals, then `analytic`.
 A list of runs for the queue of `incseg sweep`: finished ones are passed over, interrupted ones go on, a base step is
 trained once, and `incseg sweep status` tells how far they are. Two at a time with one thread each by default, which on
 two cores that others use too is faster than one with two. `make results` writes the tables from the run folders, at any
-time, and keeps what they say in results/; --missing leaves out what is kept there.
+time, and keeps what they say in results/; --missing leaves out what is there already.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from incseg.cli.settings import parse_run
-from incseg.config import require_same_settings
+from incseg.config import require_same_settings, usual_settings
 from incseg.engine.queue import Queue
 from incseg.engine.rundir import RunDir, flatten
 from incseg.engine.workers import Workers
 from incseg.errors import UserError
-from incseg.files import read_record
-from incseg.report.records import KEPT_SUFFIX, optional_settings
+from incseg.report.runs import optional_settings, read_runs
 from incseg.run import add_jobs, job_of
 
 SEEDS = (42, 1337, 2001)
@@ -174,12 +174,11 @@ def photographs(folder: Path, root: str, chosen: tuple[str, ...]) -> Path:
     return web
 
 
-def is_kept(one: Run, kept: Path) -> bool:
-    """Whether results/ has this run, with the settings that it would have today."""
-    file = kept / f"{one.name}{KEPT_SUFFIX}"
-    if not file.exists():
+def is_there(one: Run, known: dict[str, dict[str, Any]]) -> bool:
+    """Return whether results/ has this run, with the settings that it would have today."""
+    there = known.get(one.name)
+    if there is None:
         return False
-    there = read_record(file)["run"]["settings"]
     options = (option.replace("WEB", "web") for option in one.options)
     today = parse_run("voc_laptop", "", ["--preset", "voc-laptop", "--data", "voc", "--root", ".", *options])
     here = optional_settings(flatten(today.as_dict()))
@@ -235,8 +234,10 @@ def main() -> None:
     args = parser.parse_args()
     runs = [*dict.fromkeys(r for part in args.only for r in all_runs() if part in r.name)]
     if args.missing:
-        kept = Path("results") / args.out.name / "runs"
-        runs = [r for r in runs if not is_kept(r, kept)]
+        file = Path("results") / args.out.name / "runs.jsonl"
+        found = [r for r in read_runs([file], usual_settings) if r.retest is None] if file.exists() else []
+        known = {r.folder.relative_to(file).as_posix(): r.settings for r in found}
+        runs = [r for r in runs if not is_there(r, known)]
     if args.list:
         print("\n".join(r.name for r in runs))
         return

@@ -156,6 +156,23 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def write_compact_json(path: Path, value: Any) -> None:
+    """Write JSON that people may look at: a list or an object that fits on a line of 120 characters stands on one."""
+    write_text(path, _compact_json(value, 0) + "\n")
+
+
+def _compact_json(value: Any, depth: int, name: str = "") -> str:
+    """Return the text of a value that stands at this depth after its name."""
+    text = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or depth + len(name + text) < 120:
+        return name + text
+    named = value if isinstance(value, list) else value.values()
+    names = [""] * len(value) if isinstance(value, list) else [f"{json.dumps(k, ensure_ascii=False)}: " for k in value]
+    items = [_compact_json(item, depth + 1, own) for item, own in zip(named, names, strict=True)]
+    inner = ",\n".join(" " * (depth + 1) + item for item in items)
+    return f"{name}{text[0]}\n{inner}\n{' ' * depth}{text[-1]}"
+
+
 def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:
     """`remedy` is what to do where the file is damaged."""
     try:
@@ -170,16 +187,25 @@ def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """`write_json` with a checksum."""
-    write_json(path, {**record, _CHECKSUM: _json_checksum(record)})
+    write_json(path, with_checksum(record))
+
+
+def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with a checksum of its values."""
+    return {**record, _CHECKSUM: _json_checksum(record)}
 
 
 def read_record(path: Path, remedy: str = _MADE_AGAIN) -> dict[str, Any]:
     """What `write_record` wrote."""
-    record = read_json(path, remedy)
+    return without_checksum(read_json(path, remedy), str(path), remedy)
+
+
+def without_checksum(record: Any, where: str, remedy: str) -> dict[str, Any]:
+    """Return what `with_checksum` was given; a UserError where it is damaged."""
     if not isinstance(record, dict):
-        raise UserError(f"{path} is damaged (it holds no record); {remedy}")
+        raise UserError(f"{where} is damaged (it holds no record); {remedy}")
     if record.pop(_CHECKSUM, None) not in (None, _json_checksum(record)):
-        raise UserError(f"{path} is damaged (its checksum does not fit); {remedy}")
+        raise UserError(f"{where} is damaged (its checksum does not fit); {remedy}")
     return record
 
 

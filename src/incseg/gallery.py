@@ -1,12 +1,14 @@
-"""What the models of some runs say of a few test images: the part of a report that needs models and data.
+"""What the models of some runs predict on a few test images: the part of a report that needs models and data.
 
-Everything is taken from evenly chosen test images, and what is shown of them is chosen by rule (report/choice.py).
-What cannot be made, because data or models are not here, is told in a line.
+Everything is taken from evenly chosen test images, and what is shown of them is chosen by rule (report/pictures.py).
+Where something cannot be made, because data or models are not here, a line says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,36 +26,41 @@ from incseg.inference import Predictor, Result, load
 from incseg.metrics.uncertainty import BINS, score_counts
 from incseg.models.files import load_segmenter
 from incseg.protocol.images import evenly
-from incseg.report.choice import (
-    SCORE_RULE,
+from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
+from incseg.report.page import Block, caption
+from incseg.report.pictures import (
+    Classes,
+    Row,
+    Tile,
     each_once,
     extremes,
     image_score,
     largest_fall,
     leads,
+    sheet,
     shown_classes,
     with_two_classes,
 )
-from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves
-from incseg.report.page import Block
-from incseg.report.pictures import Classes, Row, Tile, sheet
-from incseg.report.records import RunRecord
+from incseg.report.runs import BROKEN, RunRecord, one_line
 from incseg.report.sections import MAIN, MethodRuns, Section
 from incseg.report.style import Drawn, keep
 from incseg.run import open_source, test_images_of
 from incseg.types import BACKGROUND, IGNORE, UserError
+
+log = logging.getLogger("incseg")
 
 MOST_METHODS = 6
 """Methods whose models are asked, the main one and then the best by All."""
 LONGEST_SIDE = 512
 """Larger test images are shrunk to this: they are looked at, not measured."""
 _CONFIDENCE_BINS = 15
-_SCORE_STRIDE = 2  # every so many-th pixel in both directions is ranked, as in tests
+_SCORE_STRIDE = 2  # every N-th pixel in both directions is ranked, as in tests
 _MOST_MAPS = 3
 _STEPS_A_ROW = 6
-_FAILURES = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError)
-"""What data or models of another version, or half of them, can raise: told in a line, the rest is still made."""
-Say = Callable[[str], None]
+_FAILURES = (*BROKEN, RuntimeError)
+"""What data or models of another version, or half of them, can raise: a line says so, the rest is still made."""
+Models = Callable[[Path, int], Predictor]
+"""From a run folder and a step to its model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Photo:
 
 @dataclass
 class Look:
-    """What one model says of the photos.
+    """What one model predicts on the photos.
 
     classes:     dataset ids it has learnt.
     predicted:   (H, W) dataset ids, photo by photo.
@@ -91,9 +98,8 @@ class Gallery:
     source: Source
     photos: list[Photo]
     of_all: int
-    loaded: Callable[[RunRecord, int], Predictor]
+    loaded: Models
     folder: Path
-    say: Say
     missing: list[str] = field(default_factory=list)
     looks: dict[str, list[Look]] = field(default_factory=dict)
     """By the label of a method: the main one after every step, the others after the first and the last."""
@@ -105,7 +111,8 @@ class Gallery:
         return Classes({BACKGROUND: zero, **dict(enumerate(info.classes, start=1))}, self.source.palette)
 
     def truth(self, photo: int, learnt: Sequence[int], unseen: int) -> np.ndarray:
-        """The truth as a model that has learnt these classes is tested by: later ones are background, or ignored."""
+        """Return the truth by which a model that has learnt these classes is tested: later ones are background, or
+        ignored."""
         table = np.full(256, unseen, dtype=np.uint8)
         table[list(learnt)] = learnt
         table[IGNORE] = IGNORE
@@ -114,7 +121,7 @@ class Gallery:
 
     def look(self, record: RunRecord, step: int) -> Look:
         """Show all photos to the model of a step."""
-        predictor = self.loaded(record, step)
+        predictor = self.loaded(record.folder, step)
         learnt = predictor.ids[1:]
         look = Look(learnt)
         unseen = IGNORE if record.rules.get("unseen_at_test") == "ignore" else BACKGROUND
@@ -146,8 +153,8 @@ class Gallery:
             for row, chosen in enumerate((unseen, pixels)):
                 histograms[other][row] += score_counts(torch.from_numpy(scores[other][chosen]))
 
-    def keep(self, name: str, caption: str, rows: Sequence[Row]) -> Drawn:
-        return keep(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", caption)
+    def keep(self, name: str, text: str, rows: Sequence[Row]) -> Drawn:
+        return keep(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", text)
 
 
 def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) -> None:
@@ -163,15 +170,8 @@ def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) ->
 # --- opening -------------------------------------------------------------------------------------------------
 
 
-def open_gallery(
-    section: Section,
-    images: int,
-    root: str | None,
-    folder: Path,
-    loaded: Callable[[RunRecord, int], Predictor],
-    say: Say,
-) -> Gallery:
-    """The test images of a section's main run, as many as asked for, evenly chosen."""
+def open_gallery(section: Section, images: int, root: str | None, folder: Path, loaded: Models) -> Gallery:
+    """Return the test images of a section's main run, as many as asked for, evenly chosen."""
     record = section.main.longest
     settings = record.settings
     names = [option.name for option in dataclasses.fields(DataConfig) if f"data.{option.name}" in settings]
@@ -192,37 +192,31 @@ def open_gallery(
         photos.append(Photo(source.names(split)[number], image.resize(size, Image.Resampling.BILINEAR), truth))
     if not photos:
         raise UserError("it has no test images")
-    return Gallery(section, source, photos, len(numbers), loaded, folder, say)
+    return Gallery(section, source, photos, len(numbers), loaded, folder)
 
 
-class Models:
-    """Predictors of runs, the last few kept."""
+def cached_models(device: str, threads: int | None, method: str | None) -> Models:
+    """Return a function that loads the model of a step of a run folder, and holds the last few in memory."""
 
-    def __init__(self, device: str, threads: int | None, method: str | None) -> None:
-        self._options: dict[str, Any] = {"device": device, "threads": threads, "method": method}
-        self._kept: dict[tuple[Path, int], Predictor] = {}
+    @functools.lru_cache(maxsize=4)  # a few hundred megabytes each, at worst
+    def loaded(folder: Path, step: int) -> Predictor:
+        return load(folder, step, device=device, threads=threads, method=method)
 
-    def __call__(self, record: RunRecord, step: int) -> Predictor:
-        key = (record.folder, step)
-        if key not in self._kept:
-            while len(self._kept) >= 4:  # a few hundred megabytes each, at worst
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = load(record.folder, step, **self._options)
-        return self._kept[key]
+    return loaded
 
 
 def report_blocks(
-    sections: Sequence[Section], images: int, root: str | None, folder: Path,
-    loaded: Callable[[RunRecord, int], Predictor], say: Say,
-) -> tuple[list[list[Block]], list[Block]]:  # fmt: skip
-    """For each section its blocks, or where its data is not here one that says so; and what compares the sections."""
+    sections: Sequence[Section], images: int, root: str | None, folder: Path, loaded: Models
+) -> tuple[list[list[Block]], list[Block]]:
+    """Return the blocks of each section, or where its data is missing one that says so; and what compares the
+    sections."""
     found, galleries = [], []
     for section in sections:
         try:
-            gallery = open_gallery(section, images, root, folder, loaded, say)
+            gallery = open_gallery(section, images, root, folder, loaded)
         except _FAILURES as error:
-            why = f"Pictures, reliability and the curves of unknown classes are left out: {_one_line(error)}."
-            say(f"warning: {section.title}: {why}")
+            why = f"Pictures, reliability and the curves of unknown classes are left out: {one_line(error)}."
+            log.warning(f"{section.title}: {why}")
             found.append([Block("Test images", [why])])
             continue
         found.append(blocks(gallery))
@@ -230,14 +224,14 @@ def report_blocks(
     try:
         return found, _tasks(galleries)
     except _FAILURES as error:
-        return found, [Block("Task against task", [f"Left out: {_one_line(error)}."])]
+        return found, [Block("Task against task", [f"Left out: {one_line(error)}."])]
 
 
 # --- what is shown -------------------------------------------------------------------------------------------
 
 
 def asked_methods(section: Section) -> list[MethodRuns]:
-    """The main method, then the others by All, best first."""
+    """Return the main method, then the others by All, best first."""
 
     def last_all(method: MethodRuns) -> float:
         found = method.figure("all", method.num_steps - 1)
@@ -248,18 +242,18 @@ def asked_methods(section: Section) -> list[MethodRuns]:
 
 
 def blocks(gallery: Gallery) -> list[Block]:
-    """Reliability, unknown classes and pictures of a section."""
+    """Return reliability, unknown classes and pictures of a section."""
     section = gallery.section
     methods = []
     for method in asked_methods(section):
         last = len(method.longest.rows) - 1
         steps = range(last + 1) if method is section.main else sorted({0, last})
-        gallery.say(f"{section.title}: {method.label}, {len(gallery.photos)} images, {len(steps)} models")
+        log.info(f"{section.title}: {method.label}, {len(gallery.photos)} images, {len(steps)} models")
         try:
             gallery.looks[method.label] = [gallery.look(method.longest, step) for step in steps]
             methods.append(method)
         except _FAILURES as error:
-            gallery.missing.append(f"No pictures of {method.label}: {_one_line(error)}.")
+            gallery.missing.append(f"No pictures of {method.label}: {one_line(error)}.")
     if not methods:
         return [Block("Test images", gallery.missing)]
     certainty = _made("Certainty and unknown classes", lambda: _certainty(gallery, methods))
@@ -268,13 +262,7 @@ def blocks(gallery: Gallery) -> list[Block]:
         _made(title, lambda make=make: make(gallery, methods, chosen))  # type: ignore[misc]
         for title, make in (("Probabilities", _probabilities), ("Predictions", _methods), ("Every step", _steps))
     ]
-    rule = (
-        f"{len(gallery.photos)} of {gallery.of_all} test images, evenly chosen by their place in the list, were shown "
-        f"to the models of the smallest seed. {SCORE_RULE} Ranked by {methods[0].label} after its last step: hardest "
-        "is the lowest score, best the highest, median the one in the middle, among the images that show a learnt "
-        "class; largest fall is where the score fell most from an earlier step to the last; largest lead and lag are "
-        "where it is furthest ahead of and behind the best of the other methods. Nothing is chosen by hand."
-    )
+    rule = caption("rule", len(gallery.photos), gallery.of_all, methods[0].label)
     return [
         certainty,
         Block("Which images are shown", [rule, *gallery.missing]),
@@ -283,25 +271,20 @@ def blocks(gallery: Gallery) -> list[Block]:
 
 
 def _made(title: str, make: Callable[[], Block]) -> Block:
-    """A block, or where it cannot be made one that says why: a page is more than its pictures."""
+    """Return a block, or where it cannot be made one that says why: a page is more than its pictures."""
     try:
         return make()
     except _FAILURES as error:
-        return Block(title, [f"Left out: {_one_line(error)}."])
+        return Block(title, [f"Left out: {one_line(error)}."])
 
 
 def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
-    """Reliability diagram and the curves of classes to come."""
+    """Draw the reliability diagram and the curves of classes to come."""
     section, looks = gallery.section, gallery.looks
     index_of = {method.label: index for index, method in enumerate(section.methods)}
     by_method = {m.label: (index_of[m.label], looks[m.label][-1].reliability) for m in methods}
-    few = f"{len(gallery.photos)} test images"
-    caption = (
-        f"Reliability of the last models on {few}: of the pixels whose predicted label has probability p, which share "
-        "is right? On the dashed line a model is as right as it is sure; below it, too sure. The lower panel tells how "
-        "many pixels there are. The calibration error is the distance to the line, averaged over pixels."
-    )
-    figures = [keep(reliability(by_method), gallery.folder, f"{section.key}-reliability", caption)]
+    text = caption("reliability", len(gallery.photos))
+    figures = [keep(reliability(by_method), gallery.folder, f"{section.key}-reliability", text)]
     counts: dict[str, dict[str, tuple[int, Unknown]]] = {"seen": {}, "background": {}}
     for method in methods:
         for other, found in looks[method.label][0].unknown.items():
@@ -312,19 +295,15 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
     counts = {other: by_method for other, by_method in counts.items() if by_method}  # no panel without a curve
     texts: list[str] = []
     if counts:
-        caption = (
-            f"Does the model know what it does not know? The models after step 0 on {few}: pixels of classes that are "
-            "learnt in later steps, told from pixels of learnt classes by the uncertainty u, and from true background "
-            "by 1 − P(background). The dashed line is guessing."
-        )
-        figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", caption))
+        text = caption("unknown", len(gallery.photos))
+        figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", text))
     elif section.main.longest.num_steps > 1:
         texts = ["None of these images shows a class of a later step, so there are no curves of unknown classes."]
-    return Block("Certainty and unknown classes", texts, figures)
+    return Block("Certainty and unknown classes", texts, figures=figures)
 
 
 def _chosen(gallery: Gallery, methods: Sequence[MethodRuns]) -> dict[str, int]:
-    """The photos that are shown, by the names of the rules that chose them."""
+    """Return the photos that are shown, by the names of the rules that chose them."""
     main = gallery.looks[methods[0].label]
     chosen = largest_fall([look.scores for look in main]) | extremes(main[-1].scores)
     if len(methods) > 1:
@@ -342,7 +321,7 @@ def _score_text(look: Look, photo: int) -> str:
 
 
 def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 2."""
+    """Draw the paper's figure 2."""
     looks = gallery.looks
     main = looks[methods[0].label][-1]
     classes = {i: shown_classes(gallery.photos[i].truth, main.classes) for i in main.scores}
@@ -351,7 +330,7 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
         return Block("Probabilities", ["None of these images shows a learnt class."])
     rows = []
     for number, method in enumerate(methods[:2]):
-        result = gallery.loaded(method.longest, len(method.longest.rows) - 1).predict(
+        result = gallery.loaded(method.longest.folder, len(method.longest.rows) - 1).predict(
             gallery.photos[photo].image, probabilities=True
         )
         assert result.probabilities is not None
@@ -366,19 +345,13 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
         rows.append(Row(tiles, method.label))
     if len(rows) == 1:
         rows[0] = Row([*_photo_tiles(gallery, photo), *rows[0].tiles[1:]], rows[0].label)
-    above = methods[0].label
-    if len(methods) > 1:
-        above += f" above, {methods[1].label}, the best of the others by All, below"
-    caption = (
-        f"The paper's figure 2 on {gallery.photos[photo].name}: {above}. Where every class is unlikely, the evidential "
-        "model is uncertain, and its uncertainty is the probability of background. The image is the median of those "
-        "that show at least two learnt classes (1 % of the pixels each)."
-    )
-    return Block("Probabilities", [], [gallery.keep("probabilities", caption, rows)])
+    other = methods[1].label if len(methods) > 1 else None
+    text = caption("probabilities", gallery.photos[photo].name, methods[0].label, other)
+    return Block("Probabilities", figures=[gallery.keep("probabilities", text, rows)])
 
 
 def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 3 and its supplement's; without figures where no image shows a learnt class."""
+    """Draw the paper's figure 3 and its supplement's; nothing where no image shows a learnt class."""
     title = "Method against method" if len(methods) > 1 else "Hardest and best"
     if not chosen:
         return Block(title, [])
@@ -389,13 +362,12 @@ def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, 
             look = gallery.looks[method.label][-1]
             tiles.append(Tile(method.label + _score_text(look, photo), look.predicted[photo]))
         rows.append(Row(tiles, name))
-    names = "; ".join(f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items())
-    caption = f"The paper's figure 3: predictions after the last step, with each image's score. From above: {names}."
-    return Block(title, [], [gallery.keep("methods", caption, rows)])
+    text = caption("methods", [f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items()])
+    return Block(title, figures=[gallery.keep("methods", text, rows)])
 
 
 def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """The paper's figure 4."""
+    """Draw the paper's figure 4."""
     main, of_steps = methods[0], gallery.looks[methods[0].label]
     if len(of_steps) < 2:
         return Block("After every step", [])
@@ -403,7 +375,7 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
     wanted = [name for name in chosen if not name.startswith(("largest lead", "largest lag"))]
     results: dict[str, list[Result]] = {name: [] for name in wanted}
     for step in range(len(of_steps)):
-        predictor = gallery.loaded(main.longest, step)
+        predictor = gallery.loaded(main.longest.folder, step)
         for name in wanted:
             results[name].append(predictor.predict(gallery.photos[chosen[name]].image))
     figures = []
@@ -415,16 +387,13 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
             above = [*_photo_tiles(gallery, photo), *predicted] if first == 0 else predicted
             rows.append(Row(above, "prediction", 0 if first == 0 else 2))
             rows.append(Row([Tile("", results[name][k].uncertainty) for k in some], "uncertainty", 2))
-        caption = (
-            f"The paper's figure 4, {name}: {gallery.photos[photo].name} by {main.label} after every step, prediction "
-            "above, uncertainty u below; bright is background, or something the model does not know."
-        )
-        figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", caption, rows))
-    return Block("The same image after every step", [], figures)
+        text = caption("steps", name, gallery.photos[photo].name, main.label)
+        figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", text, rows))
+    return Block("The same image after every step", figures=figures)
 
 
 def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
-    """The supplement's figure: an image after the last step of different tasks on the same test images."""
+    """Draw the supplement's figure: an image after the last step of different tasks on the same test images."""
     found = []
     by_photos: dict[tuple[Any, ...], list[Gallery]] = {}
     for gallery in galleries:
@@ -450,14 +419,7 @@ def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
             tiles = [Tile(label + _score_text(look, photo), look.predicted[photo]) for label, look in looks.items()]
             rows.append(Row([*_photo_tiles(gallery, photo)[number : number + 1], *tiles], gallery.section.task))
             rows[-1] = dataclasses.replace(rows[-1], start=0 if number < 2 else 1)
-        caption = (
-            f"The paper's supplement: {first.photos[photo].name} after the last step of different tasks. Of the images "
-            f"shown to the models it is the one on which {main} differs most between the tasks."
-        )
-        drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", caption)
-        found.append(Block(f"{dataset}: task against task", [], [drawn]))
+        text = caption("tasks", first.photos[photo].name, main)
+        drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", text)
+        found.append(Block(f"{dataset}: task against task", figures=[drawn]))
     return found
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"it lacks {error}".split() if isinstance(error, KeyError) else str(error).split())

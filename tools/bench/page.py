@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from incseg.engine.rundir import environment
-from incseg.files import read_json, write_json, write_text
+from incseg.files import read_json, write_compact_json, write_text
 from incseg.report import style
 from incseg.report.style import BLUE, VERMILION, WIDTH, new_figure, styled
 from incseg.report.writers import markdown_table
@@ -39,7 +39,7 @@ def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings,
         "sections": [section.as_dict() for section in sections],
     }
     benches = {name: benches[name] for name in order if name in benches}
-    write_json(file, benches)
+    write_compact_json(file, benches)
     plot = f"{out.name}-growth"
     if "growth" in benches:
         style.keep(_growth(benches["growth"]["sections"]), out.parent, plot, "Time and memory of an image")

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from incseg.files import write_json, write_text
+from incseg.files import write_compact_json, write_text
 from tools.torture import determinism, disk, files, inputs, kills, numbers, server
 from tools.torture.case import Kind, Lost, own_folder, preload
 
@@ -47,7 +47,7 @@ def main() -> int:
     results["kinds"] = {name: kinds[name] for name in KINDS if name in kinds}
     results["command"] = " ".join(["python -m tools.torture", *(["--quick"] if args.quick else [])])
     results["seed"] = args.seed
-    write_json(args.out.with_suffix(".json"), results)
+    write_compact_json(args.out.with_suffix(".json"), results)
     write_text(args.out.with_suffix(".md"), page(results))
     return 1 if any(kind["lost"] for kind in results["kinds"].values()) else 0
 

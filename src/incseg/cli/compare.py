@@ -8,8 +8,8 @@ from pathlib import Path
 
 from incseg.config import usual_settings
 from incseg.files import write_text
-from incseg.report.compare import ABLATIONS, apart_line, compare, set_apart
-from incseg.report.records import read_runs, require_some
+from incseg.report.runs import collected_warnings, print_warning, read_runs, require_some
+from incseg.report.tables import ABLATIONS, apart_line, compare, set_apart
 from incseg.report.writers import FORMATS, written
 
 HELP = "a table of finished runs in the paper's layout, mean over seeds, beside the published figures"
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folders, folders with run folders in them, or kept runs (*.run.json)",
+        help="run folders, folders of run folders, or summaries (runs.jsonl, and runs.jsonl/NAME for one run of it)",
     )
     parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")
@@ -37,27 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    broken: list[str] = []
-    records = read_runs(args.runs, usual_settings, broken.append)
+    with collected_warnings() as broken:
+        records = read_runs(args.runs, usual_settings)
     records, apart = (records, []) if args.everything else set_apart(records, args.runs)
     unfinished = [record.how_far for record in records if not record.finished]
     records = [record for record in records if record.finished]
     note = apart_line(apart)
     require_some(records, [*broken, *unfinished, *([note] if note else [])])
     for line in (*broken, *unfinished):
-        _warn(line)
+        print_warning(line)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    tables = compare(records, args.published == "true", _warn)
+    with collected_warnings(show=True):
+        tables = compare(records, args.published == "true")
     for warning in (warning for table in tables for warning in table.warnings):
-        _warn(warning)
+        print_warning(warning)
     text = written(args.format, tables, records)
     if args.out is None:
         sys.stdout.write(text)
     else:
         write_text(args.out, text)
     return 1 if broken else 0
-
-
-def _warn(line: str) -> None:
-    print(f"warning: {' '.join(line.split())}", file=sys.stderr)

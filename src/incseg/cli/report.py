@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,13 +13,23 @@ from pathlib import Path
 import incseg
 from incseg.config import usual_settings
 from incseg.files import write_text
-from incseg.gallery import Models, report_blocks
-from incseg.report.chapters import increments_chapter, own_photographs, section_blocks, table_chapters, under_way
-from incseg.report.compare import set_apart
-from incseg.report.page import FIGURES_FOLDER, Chapter, Notice, page
-from incseg.report.records import RunRecord, read_runs, require_some
+from incseg.gallery import cached_models, report_blocks
+from incseg.report.page import (
+    FIGURES_FOLDER,
+    PageSection,
+    increments_section,
+    own_photographs,
+    page,
+    section_blocks,
+    table_sections,
+    under_way,
+)
+from incseg.report.runs import RunRecord, collected_warnings, read_runs, require_some
 from incseg.report.sections import sections_of
+from incseg.report.tables import set_apart
 from incseg.types import UserError
+
+log = logging.getLogger("incseg")
 
 HELP = "a page with tables, curves, pictures and uncertainty of some runs, and its figures as PNG and SVG"
 IMAGES = 24
@@ -30,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folders, folders with run folders in them, or kept runs (*.run.json)",
+        help="run folders, folders of run folders, or summaries (runs.jsonl, and runs.jsonl/NAME for one run of it)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page goes (default: RUN/report)")
     parser.add_argument(
@@ -48,30 +58,18 @@ def run(args: argparse.Namespace) -> int:
     if args.images < 0:
         raise UserError(f"--images is {args.images}; give how many test images, or 0 for none")
     began = time.monotonic()
-    left_out: list[str] = []
-    found = read_runs(args.runs, usual_settings, left_out.append)
+    with collected_warnings() as left_out:
+        found = read_runs(args.runs, usual_settings)
     left_out += [record.how_far for record in found if not record.rows and not record.finished]
     records = [record for record in found if record.rows or record.finished]
     require_some(records, left_out)
     out = _folder(args)
-    warnings = _Warnings()
-    for line in left_out:
-        warnings.add(line)
     figures = out / FIGURES_FOLDER
-    chapters = own_photographs(records, warnings.add) + table_chapters(records, warnings.add)
-    chapters += [chapter] if (chapter := under_way(records)) else []
-    methods, _ = set_apart(records, args.runs)  # ablations would hide the methods among their variants
-    chapters += [chapter] if (chapter := increments_chapter(methods, figures)) else []
-    models = Models(args.device, args.threads, args.method)
-    sections = sections_of(records, warnings.add)
-    of_sections = [Chapter(s.title, section_blocks(s, figures, warnings.add)) for s in sections]
-    if args.images:
-        asked, across = report_blocks(sections, args.images, args.root, figures, models, _say)
-        for chapter, blocks in zip(of_sections, asked, strict=True):
-            chapter.blocks += blocks
-        of_sections += [Chapter("Task against task", across)] if across else []
-    notices = [Notice("Left out or incomplete", warnings.lines)] if warnings.lines else []
-    text = page(_title(records), _about(records), notices, [*chapters, *of_sections], _footer(args, began))
+    with collected_warnings(show=True) as warnings:
+        for line in left_out:
+            log.warning(line)
+        sections = _sections(records, figures, args)
+    text = page(_title(records), _about(records), warnings, sections, _footer(args, began))
     write_text(out / "index.html", text)
     seconds, megabytes = time.monotonic() - began, len(text.encode()) / 1e6
     count = len(list(figures.glob("*.png")))
@@ -79,27 +77,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Warnings:
-    """Lines for the page that are also told at once, each once."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        line = " ".join(line.split())
-        if line not in self.lines:
-            self.lines.append(line)
-            print(f"warning: {line}", file=sys.stderr)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namespace) -> list[PageSection]:
+    methods, _ = set_apart(records, args.runs)  # ablations would hide the methods among their variants
+    sections = own_photographs(records) + table_sections(records)
+    sections += [one for one in (under_way(records), increments_section(methods, figures)) if one]
+    drawn = sections_of(records)
+    of_runs = [PageSection(one.title, section_blocks(one, figures)) for one in drawn]
+    if args.images:
+        models = cached_models(args.device, args.threads, args.method)
+        asked, across = report_blocks(drawn, args.images, args.root, figures, models)
+        for section, blocks in zip(of_runs, asked, strict=True):
+            section.blocks += blocks
+        of_runs += [PageSection("Task against task", across)] if across else []
+    return sections + of_runs
 
 
 def _folder(args: argparse.Namespace) -> Path:
     if args.out is None and len(args.runs) > 1:
         raise UserError(f"{len(args.runs)} folders were given; say with --out DIR where their page goes")
-    if args.out is None and Path(args.runs[0]).is_file():
+    if args.out is None and not Path(args.runs[0]).is_dir():
         raise UserError(f"{args.runs[0]} is a file; say with --out DIR where its page goes")
     out: Path = args.out or Path(args.runs[0]) / "report"
     if out.exists() and not out.is_dir():

@@ -38,8 +38,9 @@ from incseg.types import UserError
 STATE_FILE = "state.safetensors"
 """What a method remembers after a step, beside the step's model."""
 
-KEPT_SUFFIX = ".run.json"
-"""Of a file that was kept of a run (report/kept.py): its figures, without models."""
+SUMMARY_SUFFIXES = ("runs.jsonl", ".run.json")
+"""Ends of the names of files with summaries of runs (report/runs.py): their figures, without models. The first has a
+run on each line; version 0.1 wrote a file of the second kind for each run."""
 
 
 class RunDir:
@@ -209,16 +210,16 @@ def model_file(path: Path, step: int | None = None) -> Path:
     return run.model(done[-1] if step is None else step)
 
 
-def is_kept_run(path: Path) -> bool:
-    """Whether a path is what was kept of a run instead of its folder."""
-    return path.name.endswith(KEPT_SUFFIX) and path.is_file()
+def is_summary(path: Path) -> bool:
+    """Return whether a path is a file with summaries of runs."""
+    return path.name.endswith(SUMMARY_SUFFIXES) and path.is_file()
 
 
 def _require_models(path: Path) -> None:
-    if is_kept_run(path):
+    if is_summary(path):
         raise UserError(
-            f"'{path}' is a kept run, which has figures but no models; give its run folder, or train it again with the "
-            "command that the file holds"
+            f"'{path}' is a summary, which has figures but no models; give a run folder, or train the run again with "
+            "the command that the summary holds"
         )
 
 

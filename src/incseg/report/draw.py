@@ -26,14 +26,14 @@ _PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (120, 120, 120)
 
 
 def palette_image(values: np.ndarray, palette: np.ndarray) -> Image.Image:
-    """An indexed image: its pixels hold the (H, W) uint8 values, its palette their (≤ 256, 3) colours."""
+    """Return an indexed image: its pixels hold the (H, W) uint8 values, its palette their (≤ 256, 3) colours."""
     image = Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
     image.putpalette(np.ascontiguousarray(palette, dtype=np.uint8).tobytes())
     return image
 
 
 def viridis() -> np.ndarray:
-    """(256, 3) uint8 colours, dark to bright."""
+    """Return (256, 3) uint8 colours, dark to bright."""
     anchors = np.array(_VIRIDIS, dtype=np.float64)
     at = np.linspace(0, len(anchors) - 1, 256)
     colours = np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)
@@ -41,13 +41,13 @@ def viridis() -> np.ndarray:
 
 
 def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
-    """(H, W) in [0, 1] as viridis, 0 dark and 1 bright; an indexed image whose pixels hold round(255 u)."""
+    """Return (H, W) in [0, 1] as viridis, 0 dark and 1 bright: an indexed image whose pixels hold round(255 u)."""
     levels = np.rint(np.clip(uncertainty, 0, 1) * 255).astype(np.uint8)
     return palette_image(levels, viridis())
 
 
 def overlay(image: Image.Image, labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> Image.Image:
-    """The image with each class in its colour and outlined, over a legend of the classes it shows.
+    """Return the image with each class in its colour and outlined, over a legend of the classes it shows.
 
     image: RGB; labels: (H, W) of the same size; palette and names: colour and name of each label. The background
     is left clear.
@@ -77,7 +77,7 @@ def _drawn_size(width: int, height: int) -> tuple[int, int]:
 
 
 def _outlines(labels: np.ndarray, thickness: int) -> np.ndarray:
-    """(H, W) bool, the pixels of a class within `thickness` of another label."""
+    """Return (H, W) bool, the pixels of a class within `thickness` of another label."""
     edge = np.zeros(labels.shape, dtype=bool)
     across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
     edge[:, 1:] |= across
@@ -90,7 +90,7 @@ def _outlines(labels: np.ndarray, thickness: int) -> np.ndarray:
 
 
 def _grown(edge: np.ndarray) -> np.ndarray:
-    """By one row up and down; many times faster than Pillow's filters."""
+    """Grow by one row up and down; many times faster than Pillow's filters."""
     grown = edge.copy()
     grown[1:] |= edge[:-1]
     grown[:-1] |= edge[1:]
@@ -105,7 +105,7 @@ class _Entry:
 
 
 def _entries(labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> list[_Entry]:
-    """The labels present, largest first; the background, which is not coloured, last."""
+    """Return the labels present, largest first; the background, which is not coloured, last."""
     counts = np.bincount(labels.ravel(), minlength=len(names)).tolist()
     present = [label for label, count in enumerate(counts) if count]
     entries = []
@@ -123,7 +123,7 @@ def _percent(share: float) -> str:
 
 
 def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
-    """Swatch, name and share of each entry, in even columns, row by row."""
+    """Draw swatch, name and share of each entry, in even columns, row by row."""
     text = max(16, width // 44)
     font = ImageFont.load_default(size=text)
     gap, line = text // 2, round(text * 1.75)
@@ -145,7 +145,7 @@ def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
 
 
 def _shortened(name: str, width: float, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """As much of the name as fits."""
+    """Return as much of the name as fits."""
     if font.getlength(name) <= width:
         return name
     # The first length that is too long, counted in characters before the ellipsis.

@@ -19,23 +19,12 @@ from matplotlib.lines import Line2D
 
 from incseg.metrics.uncertainty import ranking
 from incseg.report.sections import Ladder, MethodRuns, Section
-from incseg.report.style import (
-    FAINT,
-    INK,
-    PAPER,
-    WIDTH,
-    axes_at,
-    line_style,
-    new_figure,
-    styled,
-    text_on,
-)
+from incseg.report.style import FAINT, INK, PAPER, WIDTH, axes_at, line_style, new_figure, styled, text_on
 
 _LEAST_PERCENT = 1.5
 """Of a cell that a confusion matrix shows."""
 MOST_ROWS = 45
 """Classes drawn one by one; where there are more, a row is an increment."""
-_SHOWN = ("all", "inc", "base", "new")
 _TITLES = {
     "all": "All: every class learnt so far",
     "inc": "Inc: mean over increments",
@@ -48,17 +37,24 @@ def wrapped(label: str, width: int = 44) -> str:
     return "\n".join(textwrap.wrap(label, width)) or label
 
 
+def _with_legend(figure: Figure, handles: list[Line2D] | None = None) -> Figure:
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
+    return figure
+
+
 # --- curves over steps ---------------------------------------------------------------------------------------
 
 
 @styled
 def curves(section: Section) -> Figure:
-    """All, Inc, Base and New after every step, mean and standard deviation over seeds; joint training as a level."""
+    """Draw All, Inc, Base and New after every step, mean and standard deviation over seeds; joint training as a
+    level."""
     rows = -(-(len(section.methods) + len(section.ceilings)) // 3)
     figure = new_figure(WIDTH, 6.3 + 0.22 * rows)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     names = section.step_names
-    for axes, name in zip(panels.flat, _SHOWN, strict=True):
+    for axes, name in zip(panels.flat, _TITLES, strict=True):
         for index, method in enumerate(section.methods):
             _curve(axes, method, name, index)
         for index, ceiling in enumerate(section.ceilings):
@@ -66,9 +62,7 @@ def curves(section: Section) -> Figure:
             level = ceiling.figure(name, 0) if same_split or name == "all" else None
             if level:
                 axes.axhline(level.mean, color=INK, linewidth=1.2, linestyle=_ceiling_dashes(index))
-        axes.set_title(_TITLES[name])
-        axes.set_ylim(0, _ceil(section))
-        axes.set_xlim(-0.3, len(names) - 0.7)
+        axes.set(title=_TITLES[name], ylim=(0, _ceil(section)), xlim=(-0.3, len(names) - 0.7))
         _step_ticks(axes, names)
     for axes in panels[:, 0]:
         axes.set_ylabel("mIoU, %")
@@ -77,15 +71,13 @@ def curves(section: Section) -> Figure:
         Line2D([], [], color=INK, linewidth=1.2, linestyle=_ceiling_dashes(i), label=wrapped(_with_seeds(m)))
         for i, m in enumerate(section.ceilings)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
-    return figure
+    return _with_legend(figure, handles)
 
 
 def _ceil(section: Section) -> float:
-    """A little above the highest point that is drawn."""
-    found = [m.figure(name, k) for m in section.methods for k in range(m.num_steps) for name in _SHOWN]
-    found += [m.figure(name, 0) for m in section.ceilings for name in _SHOWN]
+    """Return a value a little above the highest point that is drawn."""
+    found = [m.figure(name, k) for m in section.methods for k in range(m.num_steps) for name in _TITLES]
+    found += [m.figure(name, 0) for m in section.ceilings for name in _TITLES]
     return 1.06 * max([1.0, *(value.mean + (value.deviation or 0) for value in found if value)])
 
 
@@ -114,7 +106,7 @@ def _curve(axes: Axes, method: MethodRuns, name: str, index: int) -> None:
 
 @styled
 def against_increments(ladder: Ladder) -> Figure:
-    """All after the last step against the number of increments, a line for each method; joint training as a level.
+    """Draw All after the last step against the number of increments, a line for each method; joint training as a level.
 
     Tasks of the same number stand side by side, in the order of their names under it.
     """
@@ -133,20 +125,17 @@ def against_increments(ladder: Ladder) -> Figure:
     for index, (label, level) in enumerate(ladder.ceilings.items()):
         axes.axhline(level.mean, color=INK, linewidth=1.2, linestyle=_ceiling_dashes(index), label=wrapped(label))
         highest = max(highest, level.mean)
-    axes.set_ylim(0, 1.06 * highest)
-    axes.set_ylabel("All: mIoU after the last step, %")
     numbers = sorted(set(ladder.increments.values()))
     names = [[_short(task) for task, count in ladder.increments.items() if count == number] for number in numbers]
     axes.set_xticks(numbers, ["\n".join([str(n), *own]) for n, own in zip(numbers, names, strict=True)])
-    axes.set_xlabel("increments: steps after the base")
+    axes.set(xlabel="increments: steps after the base", ylabel="All: mIoU after the last step, %")
+    axes.set_ylim(0, 1.06 * highest)
     axes.grid(axis="x", visible=False)
-    figure.legend(loc="outside lower center", ncols=3)
-    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
-    return figure
+    return _with_legend(figure)
 
 
 def _beside_each_other(increments: dict[str, int]) -> dict[str, float]:
-    """Where each task stands: at its number, and where several have the same, close to it on both sides."""
+    """Return where each task stands: at its number, and where several have the same, close to it on both sides."""
     values = list(increments.values())
     reach = max(values) - min(values)
     places = {}
@@ -159,7 +148,7 @@ def _beside_each_other(increments: dict[str, int]) -> dict[str, float]:
 
 
 def _short(task: str) -> str:
-    """Own groups of class names are long."""
+    """Shorten the name of a task: own groups of class names are long."""
     return task if len(task) <= 14 else f"{task[:13]}…"
 
 
@@ -179,7 +168,7 @@ class ClassTable:
 
     @property
     def changes(self) -> np.ndarray:
-        """What each step changed: (rows, steps − 1), and the sum since a row was learnt as the last column."""
+        """Return what each step changed: (rows, steps − 1), and the sum since a row was learnt as the last column."""
         steps = np.diff(self.values, axis=1)
         first = self.values[np.arange(len(self.names)), self.learnt]
         total = self.values[:, -1] - first
@@ -207,7 +196,7 @@ def class_table(method: MethodRuns) -> ClassTable:
 
 @styled
 def class_heat_map(method: MethodRuns, step_names: Sequence[str]) -> Figure:
-    """Left the IoU of every class after every step, right what each step changed."""
+    """Draw on the left the IoU of every class after every step, right what each step changed."""
     table = class_table(method)
     steps = table.values.shape[1]
     cell, row = (0.56 if steps <= 8 else 0.4), 0.235
@@ -263,13 +252,12 @@ def _heat(axes: Axes, values: np.ndarray, columns: Sequence[str], rows: Sequence
 
 
 def _table_axes(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
-    """Names above the columns and left of the rows, no frame, no ticks."""
+    """Put names above the columns and left of the rows, without frame and ticks."""
     axes.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor")
     axes.xaxis.tick_top()
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _colour_bar(axes: Axes, norm: Any, shades: Any) -> None:
@@ -281,8 +269,7 @@ def _colour_bar(axes: Axes, norm: Any, shades: Any) -> None:
     axes.yaxis.tick_right()
     axes.set_ylim(norm.vmin, norm.vmax)
     axes.tick_params(labelsize=7, length=2)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 # --- forgetting ----------------------------------------------------------------------------------------------
@@ -290,7 +277,8 @@ def _colour_bar(axes: Axes, norm: Any, shades: Any) -> None:
 
 @styled
 def forgetting(section: Section) -> Figure | None:
-    """Points of IoU that each class has lost since it was learnt, method beside method; None where nothing is old."""
+    """Draw the points of IoU that each class has lost since it was learnt, method beside method; None where nothing is
+    old."""
     lost: dict[str, dict[str, float]] = {}
     for method in section.methods:
         table = class_table(method)
@@ -312,13 +300,7 @@ def forgetting(section: Section) -> Figure | None:
         values = np.array(list(by_name.values()))
         axes.hlines(rows, 0, values, color=style["color"], linewidth=1, alpha=0.55)
         mean = f"{label}: mean {values.mean():.1f}"
-        axes.plot(
-            values,
-            rows,
-            linestyle="none",
-            label=wrapped(mean, 80),
-            **{k: v for k, v in style.items() if k != "linestyle"},
-        )
+        axes.plot(values, rows, label=wrapped(mean, 80), **{**style, "linestyle": "none"})
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("points of IoU lost since the class was learnt (left of 0: gained)")
@@ -345,7 +327,8 @@ class Taking:
 def takings(
     confusions: Sequence[np.ndarray | None], steps: Sequence[Sequence[str]], least: float = 0.02
 ) -> list[Taking]:
-    """Who took whose pixels, largest share first; `confusions` of each step as shares of the true label's pixels."""
+    """Return which class took whose pixels, largest share first; `confusions` of each step are shares of the true
+    label's pixels."""
     names = ["background", *(name for classes in steps for name in classes)]
     last = confusions[-1]
     found = []
@@ -363,7 +346,7 @@ def takings(
 
 @styled
 def confusion_map(shares: np.ndarray, names: Sequence[str], learnt: Sequence[int]) -> Figure:
-    """Where the pixels of each true label (row) went (column), percent; small shares are left clear."""
+    """Draw where the pixels of each true label (row) went (column), percent; small shares are left clear."""
     cell, left, top = 0.315, 1.35, 1.0
     side = cell * len(names)
     figure = new_figure(left + side + 0.85, top + side + 0.15)
@@ -401,19 +384,17 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: |confidence − accuracy|, weighted by pixels."""
+        """Return the expected calibration error: |confidence − accuracy|, weighted by pixels."""
         return float(np.abs(self.confidence - self.right).sum() / max(1.0, self.pixels.sum()))
 
 
 @styled
 def reliability(by_method: dict[str, tuple[int, Reliability]]) -> Figure:
-    """Accuracy over confidence of the last models, and below how many pixels have which confidence."""
+    """Draw accuracy over confidence of the last models, and below how many pixels have which confidence."""
     figure = new_figure(6.8, 5.4 + 0.24 * len(by_method))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-    above.annotate(
-        "as right as sure", (0.06, 0.06), rotation=0, color=FAINT, xytext=(8, -2), textcoords="offset points"
-    )
+    above.annotate("as right as sure", (0.06, 0.06), color=FAINT, xytext=(8, -2), textcoords="offset points")
     for label, (index, counts) in by_method.items():
         some = counts.pixels > 0
         confidence = counts.confidence[some] / counts.pixels[some]
@@ -421,14 +402,10 @@ def reliability(by_method: dict[str, tuple[int, Reliability]]) -> Figure:
         text = f"{label}: calibration error {100 * counts.error:.1f} %"
         above.plot(confidence, counts.right[some] / counts.pixels[some], label=wrapped(text, 80), **style)
         below.plot(confidence, 100 * counts.pixels[some] / counts.pixels.sum(), **style)
-    above.set_ylabel("share of pixels that are right")
-    above.set_ylim(0, 1.02)
-    above.set_xlim(0, 1.02)
-    below.set_ylabel("% of pixels")
-    below.set_yscale("log")
+    above.set(ylabel="share of pixels that are right", ylim=(0, 1.02), xlim=(0, 1.02))
+    below.set(ylabel="% of pixels", xlabel="probability of the predicted label", yscale="log")
     below.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no mathematics in labels: a class may be named $x$
     below.yaxis.set_minor_formatter("")
-    below.set_xlabel("probability of the predicted label")
     figure.legend(loc="outside lower left")
     figure.set_layout_engine("constrained")
     return figure
@@ -451,7 +428,7 @@ _SCORES = {"seen": "by uncertainty", "background": "by 1 − P(background)"}
 
 @styled
 def unknown_curves(counts: dict[str, dict[str, tuple[int, Unknown]]]) -> Figure:
-    """ROC and precision over recall of classes to come against other pixels.
+    """Draw ROC and precision over recall of classes to come against other pixels.
 
     counts: {"seen" or "background": {label: (index of its style, histograms)}}.
     """
@@ -465,13 +442,12 @@ def unknown_curves(counts: dict[str, dict[str, tuple[int, Unknown]]]) -> Figure:
             area = ranking(one.unseen, one.other)
             text = f"{wrapped(label, 26)}: area {area['auroc']:.2f}" if area else label
             _ranking_curves(roc, precision, one, index, text)
-        roc.set(xlabel=f"share of {other} pixels taken for it", ylabel="share found")
-        roc.set_title(f"to come against {other}, {_SCORES[other]}")
+        title = f"to come against {other}, {_SCORES[other]}"
+        roc.set(xlabel=f"share of {other} pixels taken for it", ylabel="share found", title=title)
         precision.set(xlabel="recall: share found", ylabel="precision", title="precision over recall")
         roc.legend(loc="lower right", fontsize=8)
         for axes in (roc, precision):
-            axes.set_xlim(-0.02, 1.02)
-            axes.set_ylim(-0.02, 1.02)
+            axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
     return figure
 
@@ -489,7 +465,8 @@ def _ranking_curves(roc: Axes, precision: Axes, counts: Unknown, index: int, lab
 
 @styled
 def unknown_areas(section: Section) -> Figure | None:
-    """Area under the ROC of classes to come after every step, from the runs' own tests; None where nothing is to come.
+    """Draw the area under the ROC of classes to come after every step, from the runs' own tests; None where there are
+    none.
 
     A run of another version may not have counted them.
     """
@@ -506,15 +483,11 @@ def unknown_areas(section: Section) -> Figure | None:
         axes.axhline(0.5, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
         for index, points in found:
             axes.plot([step for step, _ in points], [area for _, area in points], **line_style(index))
-        axes.set_title(f"to come against {other}, {_SCORES[other]}")
-        axes.set_ylim(0, 1.02)
-        axes.set_xlim(-0.3, steps - 0.7)
+        axes.set(title=f"to come against {other}, {_SCORES[other]}", ylim=(0, 1.02), xlim=(-0.3, steps - 0.7))
         _step_ticks(axes, section.step_names[:steps])
     panels[0].set_ylabel("area under the ROC")
     handles = [Line2D([], [], label=wrapped(m.label), **line_style(i)) for i, m in enumerate(section.methods)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
-    return figure
+    return _with_legend(figure, handles)
 
 
 def _areas(method: MethodRuns, other: str) -> list[tuple[int, float]]:

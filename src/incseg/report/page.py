@@ -1,134 +1,258 @@
-"""One HTML page that needs nothing else: figures are in it, colours follow the reader's light or dark, it prints."""
+"""The page of `incseg report`: its sections from run folders, and their HTML.
+
+Every text is escaped by the template; a figure is the only thing that is put in as it is.
+"""
 
 from __future__ import annotations
 
-import html
+import functools
+import logging
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from incseg.report.style import Drawn
-from incseg.report.writers import inline_html
+import jinja2
+import numpy as np
+from markupsafe import Markup, escape
+
+from incseg.engine.rundir import RunDir
+from incseg.files import read_json
+from incseg.metrics.continual import FIGURES
+from incseg.report import figures
+from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
+from incseg.report.runs import BROKEN, RunRecord
+from incseg.report.sections import MethodRuns, Section, ladders_of
+from incseg.report.style import Drawn, keep
+from incseg.report.tables import Table, compare
+from incseg.report.writers import cells_of, figure_text, seeds_text
+
+log = logging.getLogger("incseg")
 
 FIGURES_FOLDER = "figures"
 """Beside the page."""
+_MOST_TAKINGS = 6
 
-# Contrast of text is at least 4.5 in both schemes; --grid is decoration.
-_CSS = """
-:root { color-scheme: light dark; --paper: #fffffe; --ink: #1b1f24; --faint: #5c656e; --grid: #d8dee4; --soft: #f3f5f7;
-  --accent: #0b62a4; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171a; --ink: #e3e7eb; --faint: #98a3ae; --grid: #333a41; --soft: #1d2125; --accent: #6cb6f5; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 70rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; }
-h2 { font-size: 1.3rem; margin: 2.6rem 0 .6rem; padding-top: .9rem; border-top: 1px solid var(--grid); }
-h3 { font-size: 1.05rem; margin: 1.8rem 0 .4rem; }
-p, li { max-width: 48rem; } a { color: var(--accent); } .faint, figcaption { color: var(--faint); }
-nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; margin: 1rem 0; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .84rem; font-variant-numeric: tabular-nums; margin: .4rem 0 .8rem; }
-th, td { padding: .22rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); }
-th:first-child { text-align: left; } tbody th { font-weight: 400; } thead th { font-weight: 600; }
-thead th[colspan] { text-align: center; border-left: 1px solid var(--grid); }
-tr.ours { background: var(--soft); }
-ul.notes { padding-left: 1.1rem; font-size: .88rem; color: var(--faint); }
-.notice { border-left: 3px solid #d55e00; background: var(--soft); padding: .6rem .9rem; margin: 1rem 0;
-  font-size: .92rem; }
-.notice ul { margin: .2rem 0 0; padding-left: 1.1rem; } .notice li { overflow-wrap: anywhere; }
-pre { background: var(--soft); padding: .7rem .9rem; font-size: .78rem; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-code { font-size: .92em; }
-figure { margin: .8rem 0 1.8rem; } figcaption { font-size: .88rem; max-width: 48rem; margin-top: .35rem; }
-.letters { position: absolute; width: 0; height: 0; }
-figure svg { display: block; height: auto; max-width: 100%; }
-details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
-@media (max-width: 45rem) { figure svg { max-width: none; } }
-@media print {
-  :root { color-scheme: light; --paper: #fff; --ink: #000; --faint: #444; --grid: #ccc; --soft: #f4f4f4;
-    --accent: #000; }
-  body { max-width: none; padding: 0; font-size: 10.5pt; } nav, .files { display: none; }
-  figure, table, .notice { break-inside: avoid; } h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
-  table { font-size: 6.5pt; } th, td { padding: .1rem .25rem; white-space: normal; }
-  figure svg { max-width: 100%; max-height: 22cm; }
-  details::details-content { content-visibility: visible; display: block; } summary { color: inherit; }
-}
-"""
+
+@dataclass
+class HtmlTable:
+    """Rows whose first cell is a name; `above` is a title over all columns but two; `ours` are rows to be marked."""
+
+    heading: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    above: str = ""
+    ours: Sequence[int] = ()
 
 
 @dataclass
 class Block:
-    """A heading, paragraphs, figures, and what is HTML already; folded away where it is of less interest."""
+    """A part of a section, in the order in which it is shown; folded away where it is of less interest."""
 
     title: str
     texts: list[str] = field(default_factory=list)
+    tables: list[HtmlTable] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
     figures: list[Drawn] = field(default_factory=list)
-    body: str = ""
     folded: bool = False
 
 
 @dataclass
-class Chapter:
+class PageSection:
     title: str
     blocks: list[Block]
 
 
-@dataclass
-class Notice:
-    """Something the reader should know first."""
-
-    title: str
-    lines: list[str]
-
-
-def page(title: str, about: str, notices: Sequence[Notice], chapters: Sequence[Chapter], footer: str) -> str:
-    links = "".join(f'<li><a href="#c{i}">{html.escape(one.title)}</a></li>' for i, one in enumerate(chapters))
-    parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="faint">{inline_html(about)}</p>']
-    for notice in notices:
-        lines = "".join(f"<li>{html.escape(line)}</li>" for line in notice.lines)
-        parts.append(f'<div class="notice"><strong>{html.escape(notice.title)}</strong><ul>{lines}</ul></div>')
-    parts.append(f"<nav><ul>{links}</ul></nav>")
+def page(title: str, about: str, warnings: Sequence[str], sections: Sequence[PageSection], footer: str) -> str:
+    """Return the page as HTML. Figures share their letters."""
     letters: dict[str, str] = {}
-    for figure in (figure for chapter in chapters for block in chapter.blocks for figure in block.figures):
+    for figure in (figure for section in sections for block in section.blocks for figure in block.figures):
         letters |= figure.letters
-    parts.append(f'<svg class="letters" aria-hidden="true"><defs>{"".join(letters.values())}</defs></svg>')
-    for index, chapter in enumerate(chapters):
-        parts.append(f'<h2 id="c{index}">{html.escape(chapter.title)}</h2>')
-        parts += [_block(block) for block in chapter.blocks]
-    parts.append(f'<p class="faint">{inline_html(footer)}</p>')
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
+    return _template("page.html.jinja").render(
+        title=title, about=about, warnings=warnings, sections=sections, footer=footer, letters="".join(letters.values())
     )
 
 
-def _block(block: Block) -> str:
-    inner = "".join(f"<p>{inline_html(text)}</p>" for text in block.texts)
-    inner += block.body + "".join(_figure(figure) for figure in block.figures)
-    if block.folded:
-        return f"<details><summary>{html.escape(block.title)}</summary>{inner}</details>"
-    return (f"<h3>{html.escape(block.title)}</h3>" if block.title else "") + inner
+def caption(of: str, *values: Any, **named: Any) -> str:
+    """Return a text of captions.jinja."""
+    return " ".join(str(getattr(_template("captions.jinja").module, of)(*values, **named)).split())
 
 
-def _figure(figure: Drawn) -> str:
-    files = " ".join(f'<a href="{FIGURES_FOLDER}/{figure.name}.{kind}">{kind.upper()}</a>' for kind in ("png", "svg"))
-    caption = f'<span id="{figure.name}">{inline_html(figure.caption)}</span> <span class="files">{files}</span>'
-    return f'<figure><div class="scroll">{figure.svg}</div><figcaption>{caption}</figcaption></figure>'
+@functools.cache
+def _template(name: str) -> jinja2.Template:
+    is_html = name.endswith(".html.jinja")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, autoescape=is_html,
+        trim_blocks=is_html, lstrip_blocks=is_html, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["inline"] = inline_html
+    environment.globals["figures_folder"] = FIGURES_FOLDER
+    return environment.get_template(name)
 
 
-def bullets(lines: Sequence[str]) -> str:
-    return '<ul class="notes">' + "".join(f"<li>{inline_html(line)}</li>" for line in lines) + "</ul>"
+def inline_html(text: str) -> Markup:
+    """Return Markdown's **bold** and `code` as elements, every other character as itself."""
+    escaped = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", str(escape(text)))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", escaped))
 
 
-def plain_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column a name, the others figures."""
-    head = "".join(f"<th>{inline_html(cell)}</th>" for cell in heading)
-    body = "".join(
-        f"<tr><th>{inline_html(first)}</th>{''.join(f'<td>{inline_html(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+# --- sections ------------------------------------------------------------------------------------------------
+
+
+def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
+    """Return a section for each dataset: ours beside the published, label rules and commands under it."""
+    sections = []
+    for table in compare([record for record in records if record.retest is None], True):
+        under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
+        own = table.dataset.startswith("folder")  # for people the sections of own photographs say more
+        title = "Base / New / All / Inc" if own else ""
+        blocks = [
+            Block(title, tables=_by_column(table), notes=under, folded=own),
+            Block("Commands", commands=table.commands),
+        ]
+        tested = {record.folder for record in records if record.retest is not None and record.dataset == table.dataset}
+        if tested:
+            (other,) = compare([record for record in records if record.folder in tested], False, quiet=True)
+            title = "The same models, tested with other inference options"
+            blocks.append(Block(title, tables=_by_column(other), commands=other.commands, folded=True))
+        sections.append(PageSection(f"Results on {table.dataset}", blocks))
+    return sections
+
+
+def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
+    """Return a section for each run on a folder of one's own: its classes, and what an extension did."""
+    sections = []
+    for record in records:
+        own = record.settings.get("data.name") == "folder"
+        if not own or record.retest is not None or record.is_summary or not record.rows:
+            continue
+        blocks = _extension(RunDir(record.folder))
+        if not blocks:
+            ious = record.rows[-1]["iou"].items()
+            rows = [[name, "–" if share is None else f"{share:.1f}"] for name, share in ious]
+            blocks = [Block("IoU on held-back photographs", tables=[HtmlTable(["class", "IoU"], rows)])]
+        sections.append(PageSection(record.folder.name or str(record.folder), blocks))
+    return sections
+
+
+def _extension(run: RunDir) -> list[Block]:
+    """Return nothing where the run is not an extension, or of a version that did not write all of this."""
+    if not run.forgetting.is_file():
+        return []
+    try:
+        report = read_json(run.forgetting)
+        blocks = [
+            Block("In words", [f"{line[:1].upper()}{line[1:]}." for line in in_words(report)]),
+            Block(f"Classes on {where(report)}", tables=[HtmlTable(CLASS_HEADS, class_rows(report))]),
+        ]
+        if len(report["tries"]) > 1:
+            tried = HtmlTable(try_heads(report), try_rows(report))
+            blocks.append(Block("What was tried", tables=[tried], folded=True))
+        return blocks
+    except BROKEN as error:
+        log.warning(f"{run.forgetting} cannot be shown ({' '.join(str(error).split())})")
+        return []
+
+
+def _by_column(table: Table) -> list[HtmlTable]:
+    """Return a table for each task and setting that was run: side by side they are too wide for a screen."""
+    run = {(g.first.task, g.first.setting) for line in table.lines for g in line.groups}
+    columns = [(task, setting) for task, setting in table.columns if _was_run(run, task, setting)] or table.columns
+    heading = ["method", "seeds", *(name.capitalize() for name in FIGURES)]
+    found = []
+    for column in columns:
+        lines = [replace(line, cells={column: line.cells[column]}) for line in table.lines if column in line.cells]
+        one = replace(table, columns=[column], lines=lines)
+        rows = [[line.label, seeds_text(line), *cells_of(one, line)] for line in lines]
+        ours = [index for index, line in enumerate(lines) if not line.published]
+        found.append(HtmlTable(heading, rows, " ".join(column).strip(), ours))
+    return found
+
+
+def _was_run(run: set[tuple[str, str]], task: str, setting: str) -> bool:
+    """Return whether a column was run; on ADE20k it has no setting."""
+    return (task, setting) in run if setting else task in {task for task, _ in run}
+
+
+def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSection | None:
+    """Draw the score against the number of increments; None where no method has finished tasks of two numbers."""
+    blocks = []
+    for ladder in ladders_of(records):
+        seeds = any(found.seeds > 1 for line in ladder.drawn for found in line.scores.values())
+        replaying = [line.label for line in ladder.drawn if line.replays]
+        shared = len(set(ladder.increments.values())) < len(ladder.increments)
+        text = caption("increments", ladder, seeds, shared, replaying)
+        drawn = keep(figures.against_increments(ladder), folder, f"{ladder.key}-increments", text)
+        heading = [f"{task}: {number} increment{'s' * (number > 1)}" for task, number in ladder.increments.items()]
+        rows = [
+            [line.label, *(figure_text(line.scores.get(task)) for task in ladder.increments)] for line in ladder.lines
+        ]
+        blocks.append(Block(ladder.title, tables=[HtmlTable(["All", *heading], rows)], figures=[drawn]))
+    return PageSection("The number of increments", blocks) if blocks else None
+
+
+def section_blocks(section: Section, folder: Path) -> list[Block]:
+    """Draw curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
+    seeds = any(len(method.runs.seeds) > 1 for method in section.methods)
+    drawn = keep(figures.curves(section), folder, f"{section.key}-curves", caption("curves", section, seeds))
+    rows = [[method.label, *(_at(method, step) for step in range(len(section.steps)))] for method in section.methods]
+    steps = HtmlTable(["All / Inc after", *section.step_names], rows)
+    blocks = [Block("Step by step", tables=[steps], figures=[drawn])]
+    lost = figures.forgetting(section)
+    if lost is not None:
+        text = caption("forgetting", section.main.label, merged=len(section.main.classes) > figures.MOST_ROWS)
+        blocks.append(Block("Forgetting", figures=[keep(lost, folder, f"{section.key}-forgetting", text)]))
+    areas = figures.unknown_areas(section)
+    if areas is not None:
+        drawn = keep(areas, folder, f"{section.key}-unknown-steps", caption("unknown_steps"))
+        blocks.append(Block("Classes not learnt yet", figures=[drawn]))
+    for index, method in enumerate(section.methods):
+        blocks.append(_class_block(section, method, index, folder))
+    return blocks
+
+
+def _at(method: MethodRuns, step: int) -> str:
+    if step >= method.num_steps:
+        return ""
+    return " / ".join(figure_text(method.figure(name, step)) or "–" for name in ("all", "inc"))
+
+
+def _class_block(section: Section, method: MethodRuns, index: int, folder: Path) -> Block:
+    heat = figures.class_heat_map(method, section.step_names)
+    drawn = [keep(heat, folder, f"{section.key}-classes-{index}", caption("classes", method.label))]
+    texts = []
+    confusions = [method.confusion(step) for step in range(method.num_steps)]
+    last = confusions[-1]
+    classes = [(name, step) for name, step in method.classes if name != "background"]
+    if last is not None and len(classes) <= figures.MOST_ROWS:
+        names, learnt = ["background", *(n for n, _ in classes)], [0, *(step for _, step in classes)]
+        has_background = "background" in method.longest.rows[0]["iou"]
+        shares = last if has_background else np.where(np.arange(len(last))[:, None] == 0, np.nan, last)
+        confusion = figures.confusion_map(shares, names, learnt)
+        drawn.append(keep(confusion, folder, f"{section.key}-confusion-{index}", caption("confusion", method.label)))
+    taken = figures.takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
+    if taken:
+        texts.append("Who took whose pixels: " + "; ".join(_sentence(one, method.num_steps) for one in taken) + ".")
+    return Block(f"Class by class: {method.label}", texts, figures=drawn, folded=index > 0)
+
+
+def _sentence(one: figures.Taking, num_steps: int) -> str:
+    later = f", and holds {100 * one.now:.0f} % at the end" if one.step < num_steps - 1 else ""
+    return f"**{one.taker} took {100 * one.then:.0f} % of {one.victim}**{later}"
+
+
+def under_way(records: Sequence[RunRecord]) -> PageSection | None:
+    """Return the rows so far of runs that are not finished."""
+    going = [record for record in records if not record.finished and record.rows]
+    rows = []
+    for record in going:
+        last = record.rows[-1]
+        values = [f"{last[name]:.1f}" if last[name] is not None else "–" for name in FIGURES]
+        label = f"{record.dataset} {record.task} {record.setting}, `{record.method}`, seed {record.seed}"
+        rows.append([label, f"{len(record.rows)} of {record.num_steps}", *values])
+    if not rows:
+        return None
+    heading = ["run", "steps done", *(name.capitalize() for name in FIGURES)]
+    text = "The figures of the last step that is done. These runs are in the curves, not in the tables above."
+    return PageSection("Under way", [Block("", [text], tables=[HtmlTable(heading, rows)])])

@@ -1,4 +1,5 @@
-"""Sheets of test images: photographs, truths, predictions and maps side by side, with a legend of what they show."""
+"""Which test images a page shows, by a score and a rule, never by hand; and how: photographs, truths, predictions and
+maps side by side, with a legend of what they show."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Classes:
 
 @styled
 def sheet(rows: Sequence[Row], classes: Classes) -> Figure:
-    """Rows of tiles, and where there is room, else under them, the classes that any shows and the scale of the maps."""
+    """Draw rows of tiles, and where there is room, else under them, the classes shown and the scale of the maps."""
     columns = max(row.start + len(row.tiles) for row in rows)
     side = 0.28 if any(row.label for row in rows) else 0.0
     width = min(_WIDEST, (WIDTH - 2 * _MARGIN - side) / columns - _GAP)
@@ -132,7 +133,7 @@ def _resized(picture: np.ndarray, how: Image.Resampling) -> np.ndarray:
 
 
 def _name_regions(axes: Axes, labels: np.ndarray, classes: Classes) -> None:
-    """The name of each larger class on it, so that colours need not be told apart."""
+    """Write the name of each larger class on it, so that readers need not tell colours apart."""
     height, width = labels.shape
     taken: list[float] = []
     for label in np.unique(labels):
@@ -161,7 +162,7 @@ class _Legend:
     has_map: bool
 
     def _columns(self, width: float) -> int:
-        """The scale stands beside the swatches where these are in one line of a wide sheet."""
+        """Return how many swatches stand side by side; the scale takes room beside them on a wide sheet."""
         return max(1, int((width - (_BAR + 0.3 if self._beside(width) else 0)) // 1.2))
 
     def _beside(self, width: float) -> bool:
@@ -173,7 +174,7 @@ class _Legend:
         return max(swatches, scale) if self._beside(width) else swatches + scale
 
     def draw(self, figure: Figure, classes: Classes, left: float, top: float, width: float) -> None:
-        """Into a place of this width whose upper left corner is given in inches."""
+        """Draw into a place of this width whose upper left corner is given in inches."""
         across, down = figure.get_size_inches()
         if self.shown:
             handles = [
@@ -197,5 +198,71 @@ class _Legend:
         bar.set_xticks([0, 0.5, 1], ["0", "½", "1"])
         bar.tick_params(labelsize=7, length=2, pad=1)
         bar.set_title("probability", fontsize=7.5, pad=2)
-        for spine in bar.spines.values():
-            spine.set_visible(False)
+        bar.spines[:].set_visible(False)
+
+
+# --- which images --------------------------------------------------------------------------------------------
+
+LEAST_SHARE = 0.01
+"""Of an image's pixels that a label must have to count as shown: a few stray pixels must not halve a score."""
+
+
+def image_score(predicted: np.ndarray, truth: np.ndarray) -> float:
+    """Return the mean IoU over the labels that either of the two shows, in percent; ignored pixels do not count."""
+    counted = truth != IGNORE
+    predicted, truth = predicted[counted], truth[counted]
+    shares = []
+    for label in np.union1d(predicted, truth):
+        hit, shown = predicted == label, truth == label
+        if max(hit.sum(), shown.sum()) < LEAST_SHARE * truth.size:
+            continue
+        shares.append((hit & shown).sum() / (hit | shown).sum())
+    return 100 * float(np.mean(shares)) if shares else 100.0
+
+
+def shown_classes(truth: np.ndarray, learnt: Sequence[int]) -> list[int]:
+    """Return the learnt classes that an image shows, largest first."""
+    counts = np.bincount(truth.ravel(), minlength=256)
+    least = LEAST_SHARE * truth.size
+    return sorted((i for i in learnt if counts[i] >= max(1, least)), key=lambda i: (-counts[i], i))
+
+
+def extremes(scores: dict[int, float]) -> dict[str, int]:
+    """Return the hardest, the median and the best image of these; one image may be all three."""
+    ranked = sorted(scores, key=lambda image: (scores[image], image))
+    if not ranked:
+        return {}
+    return {"hardest": ranked[0], "median": ranked[(len(ranked) - 1) // 2], "best": ranked[-1]}
+
+
+def largest_fall(over_steps: Sequence[dict[int, float]]) -> dict[str, int]:
+    """Return the image whose score has fallen most since the best of the earlier steps, if any has; those that lack a
+    score after some step are passed over."""
+    images = set.intersection(*map(set, over_steps)) if len(over_steps) > 1 else set()
+    falls = {i: max(scores[i] for scores in over_steps[:-1]) - over_steps[-1][i] for i in images}
+    return _largest("largest fall", falls)
+
+
+def leads(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, int]:
+    """Return where one method is furthest ahead of another, and where furthest behind."""
+    ahead = {i: mine[i] - theirs[i] for i in mine if i in theirs}
+    return _largest("largest lead", ahead) | _largest("largest lag", {i: -gap for i, gap in ahead.items()})
+
+
+def _largest(name: str, values: dict[int, float]) -> dict[str, int]:
+    image = max(values, key=lambda i: (values[i], -i), default=None)
+    return {name: image} if image is not None and values[image] > 0 else {}
+
+
+def with_two_classes(scores: dict[int, float], classes: dict[int, list[int]]) -> int | None:
+    """Return the median of the images that show at least two classes; of all where there is none such."""
+    several = {i: score for i, score in scores.items() if len(classes[i]) > 1} or scores
+    return extremes(several).get("median")
+
+
+def each_once(chosen: dict[str, int]) -> dict[str, int]:
+    """Return each image once, under all of its names: {"hardest, largest fall": 3}."""
+    names: dict[int, list[str]] = {}
+    for name, image in chosen.items():
+        names.setdefault(image, []).append(name)
+    return {", ".join(of_image): image for image, of_image in names.items()}

@@ -9,11 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from incseg.engine.rundir import RunDir
-from incseg.report.compare import JOINT, learns_everything, lines_of, replays
+from incseg.report.class_statistics import read_confusion
 from incseg.report.published import family_of, family_rank
-from incseg.report.records import RunRecord, Warn, options_text
-from incseg.report.tables import Group, Spread, group, spread, task_rank
+from incseg.report.runs import RunRecord, options_text
+from incseg.report.tables import JOINT, Group, Spread, group, learns_everything, lines_of, replays, spread, task_rank
 
 MAIN = "evidential"
 """The method that stands above, where it was run."""
@@ -30,16 +29,16 @@ class MethodRuns:
 
     @property
     def num_steps(self) -> int:
-        """Steps that at least one seed has done."""
+        """Return how many steps at least one seed has done."""
         return max(len(record.rows) for record in self.runs.records)
 
     @property
     def longest(self) -> RunRecord:
-        """The run that has got furthest, smallest seed first: the one whose models are shown."""
+        """Return the run that has got furthest, smallest seed first: the one whose models are shown."""
         return max(self.runs.records, key=lambda record: len(record.rows))
 
     def figure(self, name: str, step: int) -> Spread | None:
-        """Base, New, All or Inc after a step, over the seeds that have done it."""
+        """Return Base, New, All or Inc after a step, over the seeds that have done it."""
         return spread(record.rows[step][name] for record in self.runs.records if step < len(record.rows))
 
     def iou(self, name: str, step: int) -> float | None:
@@ -48,32 +47,22 @@ class MethodRuns:
 
     @property
     def classes(self) -> list[tuple[str, int]]:
-        """Every learnt class with the step that learnt it; the background, where it counts, first."""
+        """Return every learnt class with the step that learnt it; the background, where it counts, first."""
         rows = self.longest.rows
         learnt = [(name, row["index"]) for row in rows for name in row["classes"]]
         return ([("background", 0)] if "background" in rows[0]["iou"] else []) + learnt
 
-    def confusion(self, step: int, warn: Warn) -> np.ndarray | None:
+    def confusion(self, step: int) -> np.ndarray | None:
         """(N+1, N+1) shares of each true label's pixels by predicted label, the mean over seeds; NaN rows of labels
         that no test image shows. None where no file can be read."""
-        num_labels = 1 + sum(len(row["classes"]) for row in self.longest.rows[: step + 1])
         shares = []
         for record in self.runs.records:
             if step >= len(record.rows):
                 continue
-            file = RunDir(record.folder).confusion(step)
-            try:
-                counts = np.load(file, allow_pickle=False).astype(np.float64)
-            except (OSError, ValueError, EOFError) as error:
-                warn(
-                    f"{file} cannot be read ({' '.join(str(error).split())}); who took whose pixels is told without it"
-                )
-                continue
-            if counts.shape != (num_labels, num_labels):
-                warn(f"{file} has shape {counts.shape}, not {num_labels} × {num_labels}; its confusions are left out")
-                continue
-            total = counts.sum(1, keepdims=True)
-            shares.append(np.divide(counts, total, out=np.full_like(counts, np.nan), where=total > 0))
+            counts = read_confusion(record.folder, record.rows, step)
+            if counts is not None:
+                total = counts.sum(1, keepdims=True)
+                shares.append(np.divide(counts, total, out=np.full(counts.shape, np.nan), where=total > 0))
         return np.mean(shares, axis=0) if shares else None
 
 
@@ -104,7 +93,7 @@ class Section:
 
     @cached_property
     def steps(self) -> list[tuple[str, ...]]:
-        """The classes of each step that any run has done."""
+        """Return the classes of each step that any run has done."""
         longest = max((method.longest for method in self.methods), key=lambda record: len(record.rows))
         return [tuple(row["classes"]) for row in longest.rows]
 
@@ -114,16 +103,16 @@ class Section:
 
 
 def step_name(index: int, classes: Sequence[str]) -> str:
-    """+ sheep; of many classes their number."""
+    """Return the name of a step: + sheep, or the number of many classes."""
     sign = "+ " if index else ""
     short = len(classes) == 1 or sum(map(len, classes)) <= 14
     return sign + (", ".join(classes) if short else f"{len(classes)} classes")
 
 
-def sections_of(records: Sequence[RunRecord], warn: Warn) -> list[Section]:
-    """Sections of runs that have done a step, in the order of tables; retests and kept runs, which have no steps to
-    show, left out."""
-    groups = group([r for r in records if r.retest is None and not r.kept and r.rows], warn)
+def sections_of(records: Sequence[RunRecord]) -> list[Section]:
+    """Return sections of runs that have done a step, in the order of tables; retests and summaries, which have no steps
+    to show, left out."""
+    groups = group([r for r in records if r.retest is None and not r.is_summary and r.rows])
     sections = []
     for dataset in sorted({one.first.dataset for one in groups}):
         own = [one for one in groups if one.first.dataset == dataset]
@@ -148,7 +137,8 @@ def _with_keys(sections: Sequence[Section]) -> list[Section]:
 
 
 def _file_names(titles: Sequence[str]) -> list[str]:
-    """Own groups of class names are tasks too, and may differ only in what no file is named by."""
+    """Return a file name for each title, no two alike: own groups of class names may differ only in special
+    characters."""
     names: list[str] = []
     for title in titles:
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in title)[:80]
@@ -157,8 +147,8 @@ def _file_names(titles: Sequence[str]) -> list[str]:
 
 
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
-    """The main method with the fewest options first. Labels are short, as figures need them: a method by its name, and
-    only where there are several of that name by what they differ in; the tables tell everything."""
+    """Return the main method with the fewest options first. Labels are short, as figures need them: a method by its
+    name, and only where there are several of that name by what they differ in; the tables tell everything."""
     full = [(line.label.replace("`", ""), one) for line in lines_of(dataset, groups, []) for one in line.groups]
     short = [_short_label(one.first, [other.first for _, other in full]) for _, one in full]
     found = [
@@ -217,7 +207,8 @@ class Ladder:
 
     @property
     def drawn(self) -> list[LadderLine]:
-        """All lines; of too many first those with the most numbers, then methods as they are, then the highest."""
+        """Return all lines; of too many first those with the most numbers, then methods as they are, then the
+        highest."""
         best = sorted(self.lines, key=self._rank)[:MOST_LINES]
         return [line for line in self.lines if line in best]
 
@@ -227,11 +218,11 @@ class Ladder:
 
 
 def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
-    """A ladder for each dataset, setting, class order, preset, label rules and set of classes that has one.
+    """Return a ladder for each dataset, setting, class order, preset, label rules and set of classes that has one.
 
     Finished runs only, and of these the last model alone, so that runs of which only the figures were saved count too.
     """
-    groups = group([r for r in records if r.retest is None and r.finished and r.rows and r.all is not None], _silent)
+    groups = group([r for r in records if r.retest is None and r.finished and r.rows and r.all is not None])
     by_place: dict[tuple[str, ...], list[Group]] = {}
     for one in groups:
         if one.first.setting != JOINT and one.first.num_steps > 1:
@@ -254,13 +245,10 @@ def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
     return [replace(ladder, key=key) for ladder, key in zip(ladders, keys, strict=True)]
 
 
-def _silent(_: str) -> None:
-    """The tables of the same records have named what is left out."""
-
-
 def _place(record: RunRecord, setting: str | None = None) -> tuple[str, ...]:
-    """What runs must have in common; joint training belongs to every setting."""
-    classes = sorted({name for row in record.rows for name in row["classes"]})  # kept joint runs name each twice
+    """Return what runs must have in common; joint training belongs to every setting."""
+    # a set, because summaries of joint runs name each class twice
+    classes = sorted({name for row in record.rows for name in row["classes"]})
     rules = str(record.rules["name"])
     return record.dataset, setting or record.setting, record.order, str(record.preset), rules, json.dumps(classes)
 

@@ -1,4 +1,4 @@
-"""How every figure looks and how it is kept: PNG and SVG in a folder, and an SVG in the page that follows its colours.
+"""How every figure looks and how it is saved: PNG and SVG in a folder, and an SVG in the page that follows its colours.
 
 Curves take the colours of Okabe and Ito, which colour-blind people can tell apart, and differ in marker and line too.
 """
@@ -53,7 +53,7 @@ Made = TypeVar("Made", Figure, Figure | None)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that is kept: NAME.png, NAME.svg; what it shows in words; for the page the SVG, and apart from it the
+    """A saved figure: NAME.png, NAME.svg; what it shows in words; for the page the SVG, and apart from it the
     letters that it refers to, which all figures share."""
 
     name: str
@@ -63,7 +63,7 @@ class Drawn:
 
 
 def styled(draw: Callable[Given, Made]) -> Callable[Given, Made]:
-    """A function that draws a figure, in our style."""
+    """Return a function that draws a figure in our style."""
 
     @functools.wraps(draw)
     def in_style(*args: Given.args, **kwargs: Given.kwargs) -> Made:
@@ -74,7 +74,7 @@ def styled(draw: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the index-th curve; no two of the first 63 are alike."""
+    """Return colour, marker and dashes of a curve by its index; no two of the first 63 are alike."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -85,20 +85,20 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Inches; no global state, and Agg whatever the environment says."""
+    """Return an empty figure of this size in inches; no global state, and Agg whatever the environment asks for."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
 
 
 def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes whose frame lies at these inches, counted from the upper left corner."""
+    """Return axes whose frame lies at these inches, counted from the upper left corner."""
     across, down = figure.get_size_inches()
     return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
 
 
 def text_on(colour: Any) -> str:
-    """Black or white, whichever is read better on a colour (0 to 1 each)."""
+    """Return black or white, whichever is read better on a colour (0 to 1 each)."""
     red, green, blue = colour[:3]
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
 
@@ -116,7 +116,7 @@ def keep(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
 
 
 def _lighter(svg: str) -> str:
-    """Photographs and smooth maps as JPEG, pictures of few colours as indexed PNG: a fifth of the bytes."""
+    """Store photographs and smooth maps as JPEG, pictures of few colours as indexed PNG: a fifth of the bytes."""
     return re.sub(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)", lambda found: _encoded(found[1]), svg)
 
 
@@ -138,7 +138,8 @@ _LETTER = re.compile(r'<path id="(DejaVu[^"]+)"[^>]*/>\s*')
 
 
 def _for_page(svg: str, name: str) -> tuple[str, dict[str, str]]:
-    """The <svg> in the page's colours, as wide as it is in print, its ids its own; and its letters by their ids."""
+    """Return the <svg> in the page's colours, as wide as it is in print, its ids its own; and its letters by their
+    ids."""
     body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     letters = {found[1]: " ".join(found[0].split()) for found in _LETTER.finditer(body)}
     body = re.sub(r"<defs>\s*</defs>|<!--.*?-->", "", _LETTER.sub("", body))

@@ -1,26 +1,24 @@
-"""A table as Markdown, LaTeX, HTML, CSV or JSON."""
+"""A table as Markdown, LaTeX, CSV or JSON."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from incseg.metrics.continual import FIGURES
-from incseg.report.compare import Line, Table, as_json
-from incseg.report.records import RunRecord, options_text
-from incseg.report.tables import Spread
+from incseg.report.runs import RunRecord, options_text
+from incseg.report.tables import Line, Spread, Table, as_json
 
 FORMATS = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
 """What tables can be written as, and how such a file's name ends."""
 
 
 def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) -> str:
-    """Tables of these records in one of FORMATS."""
+    """Return tables of these records in one of FORMATS."""
     if kind == "json":
         return json.dumps(as_json(tables, records), indent=1, ensure_ascii=False) + "\n"
     if kind == "csv":
@@ -29,7 +27,7 @@ def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) ->
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """The lines of a table; the first `left` columns are text, the others figures."""
+    """Return the lines of a table; the first `left` columns are text, the others figures."""
     rule = ["---" if i < left else "---:" for i in range(len(heading))]
     return [_markdown_row(heading), f"|{'|'.join(rule)}|", *(_markdown_row(row) for row in rows)]
 
@@ -39,7 +37,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def figure_text(value: Spread | None, digits: int = 1) -> str:
-    """49.1, over seeds 49.1 ± 1.2, with a variance alone 49.1 (var 1.4)."""
+    """Return 49.1, over seeds 49.1 ± 1.2, with a variance alone 49.1 (var 1.4)."""
     if value is None:
         return ""
     if value.deviation is not None:
@@ -49,7 +47,8 @@ def figure_text(value: Spread | None, digits: int = 1) -> str:
     return f"{value.mean:.{digits}f} (var {value.variance:.{1 if value.variance >= 0.1 else 2}f})"
 
 
-def _cells(table: Table, line: Line, bold: Callable[[str], str]) -> list[str]:
+def cells_of(table: Table, line: Line) -> list[str]:
+    """Return the figures of a line at all columns of its table, the best as **bold**."""
     texts = []
     for column in table.columns:
         cell = line.cells.get(column, {})
@@ -57,12 +56,12 @@ def _cells(table: Table, line: Line, bold: Callable[[str], str]) -> list[str]:
             text = figure_text(cell.get(figure))
             if text and len(line.seeds) > 1 and cell[figure].seeds < line.seeds[-1]:
                 text += f" (n={cell[figure].seeds})"
-            texts.append(bold(text) if table.is_best(line, column, figure) else text)
+            texts.append(f"**{text}**" if table.is_best(line, column, figure) else text)
     return texts
 
 
-def _seeds(line: Line) -> str:
-    """3, or 1–3 where cells differ; empty where a publication does not tell."""
+def seeds_text(line: Line) -> str:
+    """Return 3, or 1–3 where cells differ; empty where a publication does not say."""
     if not line.seeds or line.seeds == [0]:
         return ""
     return "–".join(str(seeds) for seeds in dict.fromkeys((line.seeds[0], line.seeds[-1])))
@@ -71,7 +70,7 @@ def _seeds(line: Line) -> str:
 def to_markdown(table: Table) -> str:
     tasks = [cell for column in table.columns for cell in (" ".join(column).strip(), *[""] * (len(FIGURES) - 1))]
     rows = [["method", "seeds", *[figure.capitalize() for figure in FIGURES] * len(table.columns)]]
-    rows += [[line.label, _seeds(line), *_cells(table, line, lambda text: f"**{text}**")] for line in table.lines]
+    rows += [[line.label, seeds_text(line), *cells_of(table, line)] for line in table.lines]
     lines = [f"## {table.title}", "", *markdown_table(["", "", *tasks], rows), "", *_under(table)]
     return "\n".join(lines) + "\n"
 
@@ -91,7 +90,7 @@ def code_block(lines: Iterable[str]) -> list[str]:
 
 
 def to_latex(table: Table) -> str:
-    """A tabular in the paper's layout, with two lines of headings; needs no package."""
+    """Return a tabular in the paper's layout, with two lines of headings; needs no package."""
     width = len(FIGURES)
     spans, settings = [], []
     for task, columns in groupby(table.columns, key=lambda column: column[0]):
@@ -110,8 +109,8 @@ def to_latex(table: Table) -> str:
         r"\hline",
     ]
     for line in table.lines:
-        cells = [_latex(cell) for cell in (line.label, _seeds(line))]
-        cells += [_latex(cell) for cell in _cells(table, line, lambda text: f"**{text}**")]
+        cells = [_latex(cell) for cell in (line.label, seeds_text(line))]
+        cells += [_latex(cell) for cell in cells_of(table, line)]
         lines.append(rf"{' & '.join(cells)} \\")
     return "\n".join([*lines, r"\end{tabular}"]) + "\n"
 
@@ -123,7 +122,7 @@ _LATEX = {
 
 
 def _latex(text: str) -> str:
-    """Markdown's **bold** and `code` as commands, every other character as itself."""
+    """Turn Markdown's **bold** and `code` into commands; every other character stays itself."""
     parts = re.split("`([^`]*)`", text.removeprefix("**").removesuffix("**"))
     shown = "".join(rf"\texttt{{{_escaped(part)}}}" if i % 2 else _escaped(part) for i, part in enumerate(parts))
     return rf"\textbf{{{shown}}}" if text.startswith("**") else shown
@@ -133,28 +132,8 @@ def _escaped(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def to_html(table: Table) -> str:
-    """A <table>, ours marked by the class `ours`; what stands under it is for the page to set."""
-    width = len(FIGURES)
-    tasks = "".join(f'<th colspan="{width}">{html.escape(" ".join(column).strip())}</th>' for column in table.columns)
-    names = "".join(f"<th>{figure.capitalize()}</th>" for figure in FIGURES) * len(table.columns)
-    lines = [f"<thead><tr><th></th><th></th>{tasks}</tr>", f"<tr><th>method</th><th>seeds</th>{names}</tr></thead>"]
-    for line in table.lines:
-        cells = "".join(f"<td>{inline_html(cell)}</td>" for cell in _cells(table, line, lambda text: f"**{text}**"))
-        kind = "" if line.published else ' class="ours"'
-        lines.append(f"<tr{kind}><th>{inline_html(line.label)}</th><td>{_seeds(line)}</td>{cells}</tr>")
-    return "\n".join(["<table>", *lines, "</table>"])
-
-
-def inline_html(text: str) -> str:
-    """Markdown's **bold** and `code` as elements, every other character as itself."""
-    text = html.escape(text)
-    text = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
-    return re.sub("`([^`]*)`", r"<code>\1</code>", text)
-
-
 def to_csv(tables: Iterable[Table]) -> str:
-    """One line for each method, task and setting; standard deviation and variance under their names."""
+    """Return a line for each method, task and setting; standard deviation and variance under their names."""
     text = io.StringIO()
     parts = ("", "_standard_deviation", "_variance")
     names = ("dataset", "source", "method", "options", "task", "setting", "order", "preset", "rules", "seeds")
@@ -170,7 +149,7 @@ def to_csv(tables: Iterable[Table]) -> str:
             if line.published:
                 for (task, setting), cell in line.cells.items():
                     start = [table.dataset, "published", line.label, "", task, setting, "", "", ""]
-                    writer.writerow([*start, _seeds(line), *_numbers(cell)])
+                    writer.writerow([*start, seeds_text(line), *_numbers(cell)])
     return text.getvalue()
 
 

@@ -1,0 +1,509 @@
+"""Runs as records, from their folders or from summaries of them: what every table is made of.
+
+Run folders hold gigabytes and stay on the machine that made them. A summary holds all that tables are made of, without
+models: it is small enough to be committed, so that a study grows from machine to machine, and a new method is compared
+with ours without training ours again: `incseg compare runs/mine results/voc-laptop/runs.jsonl`.
+
+A folder that is broken or foreign is reported and left out; nothing that was not run is ever filled in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from incseg.config import settings_affecting
+from incseg.engine.rundir import SUMMARY_SUFFIXES, RunDir, flatten, is_summary, read_config
+from incseg.files import read_json, read_record, with_checksum, without_checksum, write_text
+from incseg.metrics.continual import FIGURES
+from incseg.report.class_statistics import ClassStatistics, class_statistics
+from incseg.types import UserError
+
+log = logging.getLogger("incseg")
+
+ALL_FIGURES = (*FIGURES, "avg")
+"""Base, New, All, Inc of the last model, and PLOP's average of All over the steps."""
+
+Usual = Callable[[dict[str, Any]], dict[str, Any]]
+"""From a configuration to the values that its preset and method have by default."""
+
+_RESTORE = "restore it (git checkout), or make it again from the run folder with make results"
+_MOST_REASONS = 3
+"""Reasons that one line gives."""
+_OPTION_GROUPS = ("method", "train", "model", "data", "eval")
+_NO_OPTIONS = settings_affecting("machine") | {
+    "data.name", "data.root", "data.presence", "data.classes_file", "method.name",
+}  # fmt: skip
+"""Settings that name a row, lie elsewhere on every machine, or change no figure."""
+_PATHS = ("model.weights", "method.replay")
+_DECIMALS = 7
+"""Of numbers in a summary: with fewer, some means over seeds would be printed with another last digit."""
+_NOT_IN_SUMMARY = {"folder", "finished", "is_summary"}
+_ROW_IN_SUMMARY = ("index", "classes", "unseen")
+BROKEN = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError)
+"""What reading a broken or foreign file can raise."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, or a test of its last model with other inference options.
+
+    folder:   of a summary, its file, and in a file of several runs FILE/NAME.
+    options:  what differs from preset and method: {"balancing": "none", "train.lr": 0.1}, the method's without prefix.
+    settings: the whole configuration under dotted names; of a retest, with its options put in.
+    base…avg: percent, of the last model; None in a run that is not finished, avg also in a retest.
+    seconds:  training and tests, reused steps included with what they took first; of a retest, the test.
+    rows:     one for each step that is done; of a retest, the one that was tested; of a summary, a part of each.
+    retest:   the options that differ from the run's own, None for the run itself.
+    classes:  of a summary, the statistics of each class.
+    """
+
+    folder: Path
+    dataset: str
+    task: str
+    setting: str
+    order: str
+    method: str
+    seed: int
+    preset: str | None
+    options: dict[str, Any]
+    settings: dict[str, Any]
+    rules: dict[str, str]
+    rows: list[dict[str, Any]]
+    num_steps: int
+    finished: bool
+    command: str
+    commit: str
+    threads: int
+    machine: str
+    base: float | None = None
+    new: float | None = None
+    all: float | None = None
+    inc: float | None = None
+    avg: float | None = None
+    seconds: float = 0.0
+    retest: dict[str, Any] | None = None
+    is_summary: bool = False
+    classes: list[ClassStatistics] | None = None
+
+    def figure(self, name: str) -> float | None:
+        return getattr(self, name)
+
+    @property
+    def how_far(self) -> str:
+        return f"{self.folder} is not finished ({len(self.rows)} of {self.num_steps} steps) and left out"
+
+    @property
+    def class_statistics(self) -> list[ClassStatistics]:
+        """Return the statistics of each class of a finished run."""
+        return class_statistics(self.folder, self.rows) if self.classes is None else self.classes
+
+    def as_row(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        names = ("dataset", "task", "setting", "method", "seed", "options", *ALL_FIGURES, "seconds", "order", "preset")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "rules": self.rules["name"],
+            **{name: getattr(self, name) for name in ("threads", "commit", "command")},
+            "run": shown_path(self.folder),
+            "retest": self.retest is not None,
+        }
+
+
+@contextlib.contextmanager
+def collected_warnings(show: bool = False) -> Iterator[list[str]]:
+    """Collect the warnings of this package instead of handling them: each once, on one line.
+
+    With `show` each is also printed to stderr at once, and so is what is logged as information.
+    """
+    lines: list[str] = []
+
+    def take(record: logging.LogRecord) -> bool:
+        line = " ".join(record.getMessage().split())
+        if record.levelno < logging.WARNING:
+            if show:
+                print(line, file=sys.stderr, flush=True)
+        elif line not in lines:
+            lines.append(line)
+            if show:
+                print_warning(line)
+        return False
+
+    level = log.level
+    log.addFilter(take)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeFilter(take)
+        log.setLevel(level)
+
+
+def print_warning(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def read_runs(folders: Iterable[str | Path], usual: Usual) -> list[RunRecord]:
+    """Return the runs in these folders or anywhere below them, each followed by its retests; unfinished ones and
+    summaries too.
+
+    A folder, retest or summary that is broken, half-written or foreign is reported and left out.
+    """
+    records: list[RunRecord] = []
+    for place in find_runs(folders):
+        if not place.is_dir():
+            known = {record.folder for record in records}
+            records += [record for record in _read_summaries(place, usual) if record.folder not in known]
+            continue
+        with _left_out(place):
+            run = _read_run(place, usual)
+            records.append(run)
+            for file in sorted(RunDir(place).retests.glob("*.json")) if run.finished else []:
+                with _left_out(file):
+                    records += _read_retest(file, run, usual)
+    return records
+
+
+@contextlib.contextmanager
+def _left_out(place: object) -> Iterator[None]:
+    """Report what cannot be read, and go on."""
+    try:
+        yield
+    except BROKEN as error:
+        log.warning(f"{place} is left out: {one_line(error)}")
+
+
+def require_some(shown: Sequence[RunRecord], left_out: Sequence[str]) -> None:
+    """Raise one line that says why nothing is left to show: the warnings there would have been."""
+    if not shown:
+        more = f"; and {len(left_out) - _MOST_REASONS} more" if len(left_out) > _MOST_REASONS else ""
+        raise UserError(f"nothing to show: {'; '.join(left_out[:_MOST_REASONS])}{more}; incseg train makes runs")
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """Return every folder, among these or below them, that has a config.yaml or results.json, and every file of
+    summaries; each once, sorted below its parent."""
+    found: dict[Path, Path] = {}
+    for given in map(Path, folders):
+        here = [given] if any(map(is_summary, (given, *given.parents))) else []
+        if not given.is_dir() and not here:
+            problem = "is a file" if given.exists() else "does not exist"
+            endings = ", ".join(f"*{ending}" for ending in SUMMARY_SUFFIXES)
+            allowed = f"give run folders, folders with run folders in them, or summaries ({endings})"
+            raise UserError(f"{given} {problem}; {allowed}")
+        for place, below, files in os.walk(given):
+            below.sort()
+            if "config.yaml" in files or "results.json" in files:
+                here.append(Path(place))
+                below.clear()
+            else:
+                below[:] = [name for name in below if not name.startswith(".")]
+                here += [file for name in sorted(files) if is_summary(file := Path(place) / name)]
+        if not here:
+            log.warning(f"{given} holds no run folder")
+        for folder in here:
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def _read_run(folder: Path, usual: Usual) -> RunRecord:
+    run = RunDir(folder)
+    config = read_config(run.config)
+    protocol, environment = read_json(run.protocol), read_json(run.environment)
+    finished = run.results.exists()
+    results = read_record(run.results) if finished else {}
+    rows = _need(results, "steps", list, "results.json") if finished else run.rows()
+    num_steps = len(_need(protocol, "steps", list, "protocol.json"))
+    learnt: set[str] = set()
+    for index, row in enumerate(rows):
+        _check_row(row, index)
+        learnt |= set(row["classes"])
+        if lacking := learnt - row["iou"].keys():
+            raise UserError(f"the row of step {index} has no IoU of {min(lacking)}")
+    if len(rows) > num_steps or (finished and len(rows) < num_steps):
+        raise UserError(f"it has rows of {len(rows)} steps, and protocol.json has {num_steps}")
+    final = _need(results, "final", dict, "results.json") if finished else {}
+    figures: dict[str, Any] = {name: _number(final, name, "results.json") for name in ALL_FIGURES if finished}
+    keys = ("dataset", "task", "setting", "order")
+    names: dict[str, Any] = {key: _need(protocol, key, str, "protocol.json") for key in keys}
+    names["dataset"] = _dataset(names["dataset"], config)
+    method = _need(_need(config, "method", dict, "config.yaml"), "name", str, "config.yaml")
+    rules = _need(protocol, "rules", dict, "protocol.json")
+    _need(rules, "name", str, "protocol.json")
+    settings, usually = flatten(config), flatten(usual(config))
+    command = _need(environment, "command", list, "environment.json")
+    from_file = any(str(word).split("=")[0] == "--config" for word in command)
+    return RunRecord(
+        folder=folder,
+        **names,
+        method=method,
+        seed=_need(config, "seed", int, "config.yaml"),
+        preset=_need(config, "preset", str | None, "config.yaml"),
+        options=_options(settings, usually),
+        settings=settings,
+        rules=rules,
+        rows=rows,
+        num_steps=num_steps,
+        finished=finished,
+        command=shown_command(_as_flags(folder, settings, usually) if from_file else command),
+        commit=str(_need(environment, "commit", str | None, "environment.json") or "unknown"),
+        threads=_need(environment, "threads", int, "environment.json"),
+        machine=_machine(environment),
+        **figures,
+        seconds=float(_need(results, "seconds", int | float, "results.json")) if finished else 0.0,
+    )
+
+
+def _dataset(name: str, config: dict[str, Any]) -> str:
+    """Return the name of a dataset; each folder of one's own is a dataset, named by the folder."""
+    root = (config.get("data") or {}).get("root")
+    return f"{name} {Path(str(root)).name}".strip() if name == "folder" and root else name
+
+
+def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:
+    """Return a retest as a record of its own; nothing where it is of an earlier step, which no table shows."""
+    saved = read_json(file)
+    step, row = _need(saved, "step", int, "it"), _need(saved, "row", dict, "it")
+    changed = _need(saved, "options", dict, "it")
+    if step != run.num_steps - 1:
+        return []
+    _check_row({"seconds": {"train": 0, "eval": 0}, **row}, step)
+    if _need(saved, "row_digest", str, "it") != RunDir(run.folder).row_digest(step):
+        raise UserError("its run was trained anew since; test again with incseg eval --save")
+    figures: dict[str, Any] = {name: _number(row, name, "its row") for name in FIGURES}
+    settings = {**run.settings, **{f"method.{name}": value for name, value in changed.items()}}
+    return [
+        replace(
+            run,
+            options=_options(settings, flatten(usual(read_config(RunDir(run.folder).config)))),
+            settings=settings,
+            rows=[row],
+            command=shown_command(_need(saved, "command", list, "it")),
+            commit=str(_need(saved, "commit", str | None, "it") or "unknown"),
+            **figures,
+            avg=None,
+            seconds=float(_need(saved, "seconds", int | float, "it")),
+            retest=changed,
+        )
+    ]
+
+
+# --- summaries -----------------------------------------------------------------------------------------------
+
+
+def write_summaries(records: Sequence[RunRecord], runs: Path, file: Path) -> int:
+    """Put the finished runs among these, each with its retests, into a file of summaries, and return their number.
+
+    A run is named by its folder below `runs`. What the file holds of other runs stays.
+    """
+    lines = {_need(_parsed(line, where), "name", str, where): line for where, line in _lines(file)}
+    finished = [record for record in records if record.finished and record.retest is None]
+    for run in finished:
+        name = run.folder.relative_to(runs).as_posix()
+        values = _summary(replace(run, classes=run.class_statistics))
+        retests = [one for one in records if one.folder == run.folder and one.retest is not None]
+        of_tests = [_summary(replace(one, rows=[], classes=[])) for one in retests]
+        differing = [{key: value for key, value in of_test.items() if value != values[key]} for of_test in of_tests]
+        lines[name] = json.dumps(
+            with_checksum({"name": name, "run": values, "retests": differing}), separators=(",", ":")
+        )
+    write_text(file, "".join(f"{line}\n" for _, line in sorted(lines.items())))
+    return len(finished)
+
+
+def _summary(record: RunRecord) -> dict[str, Any]:
+    """Return plain values that name no place of this machine; of the settings those that change a figure."""
+    values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in _NOT_IN_SUMMARY}
+    rows = [{key: row[key] for key in _ROW_IN_SUMMARY} for row in record.rows]
+    measured = {key: _rounded(values[key]) for key in (*ALL_FIGURES, "seconds", "classes")}
+    return {**values, **measured, "rows": _rounded(rows), "settings": optional_settings(record.settings)}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, _DECIMALS)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each line of a file of summaries, if there is one."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    yield from ((f"{file} line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        return without_checksum(json.loads(line), where, _RESTORE)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is damaged ({error}); {_RESTORE}") from error
+
+
+def _read_summaries(place: Path, usual: Usual) -> list[RunRecord]:
+    """Return the runs of a file of summaries, or one of them (FILE/NAME), each followed by its retests."""
+    file = next(path for path in (place, *place.parents) if is_summary(path))
+    found: list[RunRecord] = []
+    with _left_out(file):
+        if not file.name.endswith(SUMMARY_SUFFIXES[0]):
+            return _read_summary(file, read_record(file, _RESTORE), usual)
+        for where, line in _lines(file):
+            with _left_out(where):
+                saved = _parsed(line, "it")
+                folder = file / str(saved.get("name"))
+                if place in (folder, *folder.parents):
+                    found += _read_summary(folder, saved, usual)
+        if not found and place != file:
+            log.warning(f"{file} holds no run {place.relative_to(file)}")
+    return found
+
+
+def _read_summary(folder: Path, saved: dict[str, Any], usual: Usual) -> list[RunRecord]:
+    """Return a run and its retests. The presets of today tell what is an option: the same settings have one name,
+    whenever they were saved."""
+    try:
+        run = _need(saved, "run", dict, "it")
+        retests = [{**run, **values} for values in _need(saved, "retests", list, "it")]
+        records = [_record(folder, values) for values in (run, *retests)]
+    except (UserError, TypeError) as error:  # a TypeError where there is a field too many
+        raise UserError(f"{one_line(error)}; {_RESTORE}") from error
+    data = {"name": records[0].settings.get("data.name", records[0].dataset)}
+    usually = flatten(usual({"preset": records[0].preset, "method": {"name": records[0].method}, "data": data}))
+    return [replace(record, options=_options(record.settings, usually)) for record in records]
+
+
+def _record(folder: Path, values: dict[str, Any]) -> RunRecord:
+    texts = ("dataset", "task", "setting", "order", "method", "command", "commit", "machine")
+    kinds = {"rows": list, "rules": dict, "settings": dict, "options": dict, "num_steps": int, "seed": int,
+             "threads": int, "seconds": int | float, "retest": dict | None, "preset": str | None,
+             **dict.fromkeys(texts, str)}  # fmt: skip
+    for key, kind in kinds.items():
+        _need(values, key, kind, "it")
+    for name in ALL_FIGURES:
+        _number(values, name, "it")
+    _need(values["rules"], "name", str, "it")
+    classes = [ClassStatistics(*one) for one in values.get("classes") or ()]
+    if "fates" in values:  # their name in version 0.1
+        classes = [ClassStatistics(**one) for one in values["fates"] or ()]
+    rest = {key: value for key, value in values.items() if key not in ("classes", "fates")}
+    return RunRecord(folder=folder, finished=True, is_summary=True, classes=classes, **rest)
+
+
+def _need(values: Any, key: str, kind: Any, where: str) -> Any:
+    """Return a value of the expected kind; what lacks it was not written by incseg, or not to its end."""
+    if not isinstance(values, dict) or key not in values:
+        raise UserError(f"{where} lacks '{key}'")
+    if not isinstance(values[key], kind):
+        raise UserError(f"{where} holds {values[key]!r} as '{key}'")
+    return values[key]
+
+
+def _number(values: dict[str, Any], key: str, where: str) -> float | None:
+    value = _need(values, key, int | float | None, where)
+    if value is not None and not math.isfinite(value):
+        raise UserError(f"{where} holds {value} as '{key}'")
+    return value
+
+
+def _check_row(row: Any, index: int) -> None:
+    where = f"the row of step {index}"
+    if _need(row, "index", int, where) != index:
+        raise UserError(f"{where} is that of step {row['index']}")
+    for name in FIGURES:
+        _number(row, name, where)
+    shares = _need(row, "iou", dict, where)
+    for name in shares:
+        _number(shares, name, where)
+    _need(row, "classes", list, where)
+    _need(row, "unseen", dict, where)
+    for name in ("train", "eval"):
+        _need(_need(row, "seconds", dict, where), name, int | float, where)
+
+
+def _options(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    optional = optional_settings(settings).items()
+    return {key.removeprefix("method."): value for key, value in optional if key not in usual or value != usual[key]}
+
+
+def optional_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that can be options; a file of weights or a folder of photographs by its name alone."""
+    return {
+        key: os.path.basename(value) if key in _PATHS and isinstance(value, str) else value
+        for key, value in settings.items()
+        if key.split(".")[0] in _OPTION_GROUPS and key not in _NO_OPTIONS
+    }
+
+
+def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """Return what was set otherwise than in another run: {"scope": (there, here)}. A setting that one of the two
+    versions of incseg did not have is none."""
+    here = {**optional_settings(record.settings), "rules": record.rules["name"]}
+    there = {**optional_settings(default.settings), "rules": default.rules["name"]}
+    differing = {key: (there[key], here[key]) for key in here if key in there and there[key] != here[key]}
+    return {key.removeprefix("method."): pair for key, pair in differing.items()}
+
+
+# --- how things are written ----------------------------------------------------------------------------------
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as it may stand in a file that others read: from here, or where it lies elsewhere its end."""
+    try:
+        return path.resolve().relative_to(Path.cwd().resolve()).as_posix() or "."
+    except ValueError:
+        return path.resolve().name
+
+
+def shown_command(tokens: Sequence[Any]) -> str:
+    """Return a command as another machine would type it: files that lie elsewhere by their names."""
+    return shlex.join(["incseg", *(_without_place(str(token)) for token in tokens[1:])])
+
+
+def _as_flags(folder: Path, settings: dict[str, Any], usual: dict[str, Any]) -> list[Any]:
+    """Return the command of a run that took its settings from a file, as of a queue: a reader does not have that
+    file."""
+    always = {"preset": "preset", "data": "data.name", "root": "data.root", "task": "task", "setting": "setting",
+              "method": "method.name", "seed": "seed"}  # fmt: skip
+    words = ["incseg", "train"]
+    for flag, key in always.items():
+        if settings.get(key) is not None:
+            words += [f"--{flag}", str(settings[key])]
+    for key, value in settings.items():
+        if key not in (*always.values(), "out", "reuse") and value != usual.get(key):
+            words += [f"--{key}", value_text(value)]
+    return [*words, "--out", folder.name]
+
+
+def _without_place(word: str) -> str:
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if value.startswith(("/", "../", "~")):
+        value = os.path.basename(value.rstrip("/")) or value
+    return flag + equals + value
+
+
+def options_text(options: dict[str, Any]) -> str:
+    """Return options as text: balancing odds, train.lr 0.1."""
+    return ", ".join(f"{name} {value_text(value)}" for name, value in sorted(options.items()))
+
+
+def value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    known = {key: environment.get(key) for key in ("incseg", "torch", "python", "platform", "cpus", "device")}
+    return "incseg {incseg}, torch {torch}, Python {python}, {platform}, {cpus} CPUs, device {device}".format(**known)
+
+
+def one_line(error: BaseException) -> str:
+    text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split())
