@@ -234,8 +234,10 @@ def test_without_the_packages(
 
 
 def test_the_guides_example_runs(onnx_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/export.md, as printed, gives the mask that incseg predict writes."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(encoding="utf-8"), re.DOTALL)
+    """docs/how-to/predict-and-export.md, as printed, gives the mask that incseg predict writes."""
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs/how-to/predict-and-export.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert code is not None
     assert len(code[1].strip().splitlines()) <= 10
     (tmp_path / "model.onnx").write_bytes(onnx_file.read_bytes())

@@ -14,9 +14,9 @@ from incseg.cli import main
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+COMMANDS = [line for block in BLOCKS for line in re.sub(r"\\\n\s*", "", block).splitlines()]
 SMALLER = {"--limit": "12", "--train.epochs": "1"}
-"""As the page says; the test also keeps to one thread and loads in its own process."""
+"""As the page says; the test also uses one thread and loads images in its own process."""
 
 
 def smaller(command: str) -> list[str]:

@@ -133,7 +133,7 @@ def make_folders(ccp: Path, work: Path) -> None:
 
 
 def settings_were_chosen_on(name: str) -> bool:
-    """The recipes' settings were chosen on these photographs (docs/LOG.md), so that they are no test."""
+    """The recipes' settings were chosen on these photographs (docs/lab-log.md), so that they are no test."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 5 == 0
 
 

@@ -1,6 +1,6 @@
 """One picture of a run on shapes: test scenes after every step, prediction above, uncertainty below.
 
-python tools/steps_picture.py runs/demo docs/steps.png --scenes 4 11
+python tools/steps_picture.py runs/demo docs/images/steps.png --scenes 4 11
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from incseg.presets import PRESETS
 from incseg.types import Increment
 
 SEEDS = 3
-# Training images of each step: docs/protocol.md; order b of 100-50 and 50-50 from `incseg protocol --order b`.
+# Training images of each step: docs/reference/protocol.md; order b from `incseg protocol --order b`.
 VOC = {
     ("15-5", "disjoint"): (8437, 2145),
     ("15-5", "overlapped"): (9568, 2145),

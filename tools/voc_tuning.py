@@ -1,4 +1,4 @@
-"""Each method's main weight, tried on held-out training images of VOC: what docs/methods.md says was chosen, and why.
+"""Try each method's main weight on held-out training images of VOC; docs/reference/methods.md has what was chosen.
 
     python tools/voc_tuning.py --root VOC2012        then  python tools/voc_tuning.py --table
 

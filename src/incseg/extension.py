@@ -69,7 +69,7 @@ class Recipe:
 
 
 def _frozen(own_head: bool) -> dict[str, dict[str, Any]]:
-    """The whole model stays as it is; chosen on held-back photographs of CCP, see docs/LOG.md."""
+    """The whole model stays as it is; chosen on held-back photographs of CCP, see docs/lab-log.md."""
     return {
         "model": {"freeze_backbone": True},
         "method": {"start_score": -2.0, "class_weight": 0.5, "foreground_weight": False},

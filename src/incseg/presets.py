@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dkd": {"method": {"positive_weight": 35.0}},
         },
     },
-    # Real VOC on two cores: a frozen backbone, run once per image. Chosen on held-out training images, see docs/LOG.md.
+    # Real VOC on two cores: a frozen backbone, run once per image. Chosen on held-out training images (docs/lab-log.md).
     "voc-laptop": {
         "task": "15-1",
         "reuse": True,

@@ -44,7 +44,7 @@ _SAMPLED = 1024
 """Images that give the mean and deviation of the inputs."""
 _MOST_CELLS_OF_BASE, _MOST_CELLS = 100_000, 40_000
 """Cells of foreground, and of background, that a step counts at most, about. More are thinned evenly, and each weighs
-more: nothing is lost by it (docs/LOG.md), and no step takes long."""
+more: nothing is lost by it (docs/lab-log.md), and no step takes long."""
 _SAMPLED_OF_FOLDER = 64
 """The same where the backbone must see each image for it, and for how often the model finds its classes."""
 _IMAGES_AT_ONCE = 16
