@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from incseg.losses.closed_form import LIMIT, cross_entropy_with_gradient, distillation_with_gradient, fits
-from incseg.losses.evidential import (
-    Rectifier,
-    dirichlet,
-    distill_foreground,
-    distill_uncertainty,
-    evidential_cross_entropy,
-)
+from incseg.losses.evidential import LIMIT, cross_entropy_with_gradient, distillation_with_gradient, fits
+from incseg.outputs.evidential import Rectifier, dirichlet
+from incseg.losses.evidential import distill_foreground, distill_uncertainty, evidential_cross_entropy
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods import Evidential
 from incseg.types import Batch, Output

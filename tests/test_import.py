@@ -21,7 +21,7 @@ import incseg
 from incseg.cli import main
 from incseg.data.shapes import Shapes
 from incseg.data.transforms import IMAGENET_MEAN, IMAGENET_STD, TestTransform
-from incseg.losses.evidential import Rectifier, deciding_evidence, deciding_score, log_probabilities
+from incseg.outputs.evidential import Rectifier, deciding_evidence, deciding_score, log_probabilities
 from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter
 from incseg.models.relative import evidential_from_softmax

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from incseg.losses.evidential import odds_evidence_probabilities
+from incseg.outputs.evidential import odds_evidence_probabilities
 from incseg.losses.least_squares import (
     FEWEST,
     Sums,

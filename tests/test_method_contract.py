@@ -45,7 +45,8 @@ from dataclasses import dataclass
 
 import torch
 from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.softmax import cross_entropy_sum
+from incseg.outputs.softmax import softmax_prediction
 from incseg.methods.base import Method
 
 

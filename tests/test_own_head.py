@@ -21,7 +21,7 @@ from incseg.engine.runtime import Runtime
 from incseg.experiment import train
 from incseg.export import to_onnx, with_onnx
 from incseg.inference import load
-from incseg.losses.closed_form import cross_entropy_with_gradient
+from incseg.losses.evidential import cross_entropy_with_gradient
 from incseg.losses.evidential import evidential_cross_entropy, inverse_frequency_weights
 from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter, save_segmenter

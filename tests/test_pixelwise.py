@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.losses import pixelwise as module
-from incseg.losses.evidential import dirichlet, distill_foreground, distill_uncertainty, evidential_cross_entropy
+from incseg.outputs.evidential import dirichlet
+from incseg.losses.evidential import distill_foreground, distill_uncertainty, evidential_cross_entropy
 from incseg.losses.pixelwise import PixelLoss, bilinear_matrix, pixelwise, row_strips, row_strips_of_all
 
 # low height, low width, height, width

@@ -15,13 +15,8 @@ from torch import Tensor
 from incseg.engine.rundir import RunDir
 from incseg.experiment import RunConfig, train
 from incseg.files import read_tensors
-from incseg.losses.sigmoid import (
-    binary_cross_entropy,
-    binary_distillation,
-    decompose,
-    foreground_prediction,
-    sure_background,
-)
+from incseg.losses.sigmoid import binary_cross_entropy, binary_distillation, decompose, sure_background
+from incseg.outputs.sigmoid import foreground_prediction
 from incseg.methods.base import StepContext
 from incseg.methods.dkd import DKD
 from incseg.methods.ssul import SSUL

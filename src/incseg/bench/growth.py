@@ -10,6 +10,7 @@ from torch import Tensor
 
 from incseg.bench.measure import Aim, Figures, Section, Settings, Spread, cost, fresh, ratios
 from incseg.bench.stage import QUICK_NETWORK, grown, made_up_labels, step_of
+from incseg.losses.means import normalised
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import Evidential
 from incseg.models.segmenter import Segmenter
@@ -87,7 +88,9 @@ def prepare(axis: str, value: int, work: str, settings: Settings) -> Callable[[]
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             taught = teacher(features)
-        torch.stack(list(method.losses(batch, model(features), taught, step).values())).sum().backward()
+        torch.stack(
+            list(normalised(method.losses(batch, model(features), taught, step), batch).values())
+        ).sum().backward()
 
     return update
 

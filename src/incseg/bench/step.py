@@ -50,7 +50,9 @@ def _section(name: str, network: ModelConfig, amount: tuple[int, int, int], sett
 
         def loss() -> None:
             z = logits.clone().requires_grad_()
-            torch.stack(list(method.losses(batch, Output(z, z), taught, step).values())).sum().backward()
+            torch.stack(
+                list(normalised(method.losses(batch, Output(z, z), taught, step), batch).values())
+            ).sum().backward()
 
         def repeated(part: int) -> float:
             return seconds(lambda: [(student, teach, loss)[part]() for _ in range(updates)])

@@ -23,6 +23,7 @@ from incseg.experiment import RunConfig, evaluate, load_run_config
 from incseg.inference import load
 from incseg.methods import build_method
 from incseg.score import score, score_table
+from incseg.settings import names_affecting
 from incseg.types import UserError
 
 HELP = "test a saved model again, with other inference options, or on other labelled photographs (--data, --root)"
@@ -103,8 +104,9 @@ def _changed(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
     """What is worth keeping: inference options other than those of the run. Another option would change nothing in
     the test and yet stand in the table."""
     method = build_method(config.method)
-    allowed = ", ".join(sorted(method.inference_options)) or f"{config.method['name']} has none"
-    if wrong := sorted(options.keys() - method.inference_options):
+    of_inference = names_affecting(method.config, "inference")
+    allowed = ", ".join(sorted(of_inference)) or f"{config.method['name']} has none"
+    if wrong := sorted(options.keys() - of_inference):
         raise UserError(f"--save keeps tests with other inference options, and {wrong[0]} is none; allowed: {allowed}")
     own = dataclasses.asdict(method.config)
     changed = {name: value for name, value in options.items() if value != own[name]}

@@ -91,7 +91,7 @@ class Replay:
 
     def in_recipe(self, recipe: dict[str, Any]) -> dict[str, Any]:
         """A method's recipe of a step that replays, with the photographs themselves in place of their folder."""
-        return {**recipe, "replay": self._source.fingerprint()} if "replay" in recipe else recipe
+        return {**recipe, "replay": self._source.fingerprint()} if {"replay", "generator"} & recipe.keys() else recipe
 
     def begin_step(self, context: StepContext, scores: Scores | None = None) -> None:
         """Fill the pool; in step 0 only see that there is something for its classes.
@@ -139,9 +139,9 @@ class Replay:
         return found
 
     def _inputs(self, pictures: list[Picture]) -> Inputs:
-        if self._context.inputs is None:
-            raise RuntimeError("a step without StepContext.inputs cannot replay")
-        return self._context.inputs([picture() for picture in pictures])
+        if self._context.images.inputs is None:
+            raise RuntimeError("a step without StepImages.inputs cannot replay")
+        return self._context.images.inputs([picture() for picture in pictures])
 
     def extend(self, batch: Batch) -> Batch:
         """The batch and as many photographs behind it; itself where nothing is old."""
@@ -150,12 +150,12 @@ class Replay:
         device = batch.labels.device
         chosen = [self._pool[i] for i in self._draw(len(batch.labels))]
         labels = torch.stack([photograph.labels(batch.size) for photograph in chosen]).to(device)
-        counts = self._context.mean(torch.bincount(labels.flatten(), minlength=256).to(batch.counts))
+        counts = self._context.processes.mean(torch.bincount(labels.flatten(), minlength=256).to(batch.counts))
         return Batch(
             _joined(batch.inputs, self._inputs_of(chosen), device),
             torch.cat([batch.labels, labels]),
             batch.counts + counts,
-            batch.names,
+            [*batch.images, *[-1] * len(chosen)],
         )
 
     def _inputs_of(self, chosen: list[_Photograph]) -> Inputs:
@@ -166,7 +166,7 @@ class Replay:
 
     def _draw(self, num_images: int) -> list[int]:
         """This process's part of the next photographs, as many over all processes as the batch has images."""
-        total = round(float(self._context.total(torch.tensor(float(num_images)))))
+        total = round(float(self._context.processes.sum(torch.tensor(float(num_images)))))
         begin = int(self._drawn)
         self._drawn = self._drawn + total
         permutations: dict[int, np.ndarray] = {}
@@ -176,7 +176,7 @@ class Replay:
             if turn not in permutations:
                 permutations[turn] = np.random.default_rng([self._seed, turn]).permutation(len(self._order))
             drawn.append(self._order[permutations[turn][position]])
-        return self._context.share(drawn)
+        return self._context.processes.share(drawn)
 
     def state(self) -> dict[str, Tensor]:
         return {"replay.drawn": self._drawn}

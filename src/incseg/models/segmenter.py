@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.losses.evidential import Rectifier
 from incseg.models.aspp import ASPP, Neck, TorchvisionHead, default_dilations
 from incseg.models.backbones import build_backbone
 from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.weights import load_weights
+from incseg.outputs.evidential import Rectifier
 from incseg.types import Increment, Inputs, Output, UserError
 
 CLASSIFIER_STD = 0.01
