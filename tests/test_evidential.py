@@ -11,8 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from incseg.outputs.evidential import Dirichlet, balance, balanced_log_probabilities, dirichlet, evidential_labels, evidential_probabilities, log_evidence, log_probabilities, odds_log_probabilities, paper_factor
-from incseg.losses.evidential import distill_foreground, distill_uncertainty, evidential_cross_entropy, foreground_background_weights
+from incseg.losses.evidential import (
+    distill_foreground,
+    distill_uncertainty,
+    evidential_cross_entropy,
+    foreground_background_weights,
+)
+from incseg.outputs.evidential import (
+    Dirichlet,
+    balance,
+    balanced_log_probabilities,
+    dirichlet,
+    evidential_labels,
+    evidential_probabilities,
+    log_evidence,
+    log_probabilities,
+    odds_log_probabilities,
+    paper_factor,
+)
 from incseg.types import IGNORE, UserError
 
 RECTIFIERS = ("exp_sigmoid", "exp", "relu", "softplus")

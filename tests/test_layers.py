@@ -22,6 +22,7 @@ ROWS = (
     ("methods",),
     ("data", "models"),
     ("protocol", "losses", "metrics"),
+    ("outputs",),
     ("files", "names"),
     ("types",),
     ("errors", "settings"),

@@ -11,6 +11,7 @@ import torch
 from incseg.bench.measure import Aim, Section, Settings, in_turn, ratios, seconds
 from incseg.bench.stage import NETWORK, QUICK_NETWORK, fit_seconds, second_step
 from incseg.engine.runtime import started
+from incseg.losses.means import normalised
 from incseg.models.segmenter import ModelConfig
 from incseg.types import Batch, Output
 

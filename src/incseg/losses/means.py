@@ -19,7 +19,7 @@ from incseg.types import Batch
 class PixelMean:
     """The mean of per-pixel values over the whole batch, times a weight.
 
-    values:  (B, h, w) at any resolution, or their sum.
+    values:  (B, h, w) at any resolution, or sums of them at that of the labels.
     weight:  of the term; None for 1.
     over:    the pixels that the mean counts: those with a label, or all, void ones too.
     each:    a weight for every value, or one for all.
@@ -48,10 +48,12 @@ PixelTerm = PixelMean | tuple[PixelMean, ...]
 
 
 def pixel_scalar(term: PixelTerm, batch: Batch, in_strips: bool) -> Tensor:
-    """Return a term of pixels as a scalar; `in_strips` for values of a strip, at the resolution of the labels."""
+    """Return a term of pixels as a scalar; `in_strips` where the values are a part of a map that is as large as the
+    labels, as sums always are."""
     total: Tensor | None = None
     for mean in (term,) if isinstance(term, PixelMean) else term:
-        positions = 1.0 if in_strips else mean.values.shape[-2:].numel() / batch.labels.shape[-2:].numel()
+        whole = mean.values.ndim == 3 and not in_strips
+        positions = mean.values.shape[-2:].numel() / batch.labels.shape[-2:].numel() if whole else 1.0
         value = mean.scalar(batch, positions)
         total = value if total is None else total + value
     assert total is not None
