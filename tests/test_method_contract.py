@@ -528,8 +528,8 @@ def test_a_method_from_outside_has_its_flags(tmp_path: Path, capsys: pytest.Capt
         ("finetun", "unknown method 'finetun'; did you mean 'finetune'"),
         ("absent.module:Class", "cannot be imported .*No module named 'absent'"),
         ("outside.tempered:Absent", "cannot be imported .*Absent"),
-        ("outside.tempered:torch", "is no subclass"),
-        ("pathlib:Path", "is no subclass of incseg.methods.base.Method"),
+        ("outside.tempered:torch", "is not a subclass"),
+        ("pathlib:Path", "is not a subclass of incseg.methods.base.Method"),
         (":", "cannot be imported"),
     ],
 )

@@ -460,7 +460,7 @@ def test_the_helper_of_the_base_is_the_base(folders: Path, monkeypatch: pytest.M
     images = torch.randn(2, 3, 16, 16)
     contexts = [scene(0), scene(1), scene(2)]
     base, _, last = (context.model for context in contexts)
-    contexts[1].teacher = base.frozen_copy()
+    contexts[1] = replace(contexts[1], teacher=base.frozen_copy())
     for context in contexts:
         if context.step.index == 2:
             assert context.teacher is not None

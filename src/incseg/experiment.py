@@ -42,6 +42,7 @@ from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter, build_segmenter
+from incseg.names import require_named_by_user
 from incseg.protocol import Protocol
 from incseg.types import UserError
 
@@ -63,7 +64,7 @@ class DataConfig:
     """Where images come from.
 
     Args:
-        name: shapes, voc, ade20k or folder.
+        name: shapes, voc, ade20k, folder, or package.module:Class.
         root: folder of the dataset; shapes needs none.
         presence: file of the classes in each training image, instead of reading all masks once.
         classes_file: of folder, where it is not classes.txt in the root.
@@ -165,7 +166,7 @@ class RunConfig:
             return Path(self.out)
         method = str(self.method["name"]).replace(":", ".")
         task = "".join(c if c.isalnum() or c in "-_." else "_" for c in self.task)[:60]
-        return Path("runs") / f"{self.data.name}-{task}-{self.setting}-{method}-s{self.seed}"
+        return Path("runs") / f"{self.data.name.replace(':', '.')}-{task}-{self.setting}-{method}-s{self.seed}"
 
 
 def _plain(value: Any) -> Any:
@@ -578,6 +579,11 @@ def load_run_config(folder: Path) -> RunConfig:
     values = read_config(RunDir(folder).config, "method", *groups)
     if not isinstance(values["method"].get("name"), str):
         raise UserError(f"{folder}/config.yaml lacks 'method.name', which every run has; restore it or start a new run")
+    code = {
+        "dataset": values["data"].get("name"),
+        **{key: values["model"].get(key) for key in ("backbone", "classifier")},
+    }
+    require_named_by_user(f"{folder}/config.yaml", code)
     try:
         for name, kind in groups.items():
             _require_types(kind, values[name])

@@ -16,14 +16,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 
 from incseg.cli.main import explain, nearest
+from incseg.data import SOURCES
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import read_config
 from incseg.engine.trainer import TrainConfig
 from incseg.experiment import DataConfig, RunConfig
 from incseg.methods import METHODS, find_method
 from incseg.models.segmenter import ModelConfig
-from incseg.names import unknown
-from incseg.presets import DEFAULT_METHOD, DEFAULT_PRESET, preset_for
+from incseg.names import require_named_by_user, unknown
+from incseg.presets import DEFAULT_METHOD, PRESETS, default_preset, preset_for
 from incseg.types import UserError
 
 SHORT = {
@@ -47,7 +48,7 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     file, tokens = _take_option("--config", tokens)
     config = _from_file(file) if file is not None else {}
     data = _last("--data.name", tokens) or config.get("data", {}).get("name") or "shapes"
-    preset = _last("--preset", tokens) or config.get("preset") or DEFAULT_PRESET.get(data, "shapes")
+    preset = _last("--preset", tokens) or config.get("preset") or default_preset(data)
     usual = DEFAULT_METHOD.get(preset, "evidential")
     method = _last("--method.name", tokens) or config.get("method", {}).get("name") or usual
     if method != config.get("method", {}).get("name", method):
@@ -109,11 +110,11 @@ def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
     A method from outside is not imported for it, so that none of its options counts as usual.
     """
     method, data = config["method"]["name"], config["data"]["name"]
-    preset = config["preset"] or DEFAULT_PRESET.get(data, "shapes")
+    preset = config["preset"] or (default_preset(data) if data in SOURCES else "shapes")
     usual = {**RunConfig(preset=preset).as_dict(), "method": {"name": method}}
     if method in METHODS:
         usual["method"] |= dataclasses.asdict(METHODS[method].Config())
-    for key, value in preset_for(preset, method).items():
+    for key, value in (preset_for(preset, method) if preset in PRESETS else {}).items():
         usual[key] = {**usual[key], **value} if isinstance(value, dict) else value
     return usual
 
@@ -238,6 +239,11 @@ def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
         name = (config[group] if group else config).get(key)
         if not isinstance(name, str | None):
             raise UserError(f"{file}: '{f'{group}.' if group else ''}{key}' holds {name!r}; give a name of incseg list")
+    code = {
+        "dataset": config["data"].get("name"),
+        **{key: config["model"].get(key) for key in ("backbone", "classifier")},
+    }
+    require_named_by_user(file, code)
     return config
 
 
