@@ -224,7 +224,7 @@ class Remembering(_Wrapped):
         return logits.sum() * 0
 
     def end_step(self, context: Any) -> None:
-        labelled = sum(batch.counts[1:255] for batch in context.batches())
+        labelled = sum(batch.counts[1:255] for batch in context.images.batches())
         self._favourite = labelled.argmax() + 1  # type: ignore[union-attr]
 
     def predict(self, logits: Tensor, increments: list[Increment]) -> Prediction:

@@ -183,12 +183,13 @@ class _Distillation:
         teacher_total = wanted.sum(1)
         teacher_strength = teacher_total + size
         self._certainty = teacher_total / teacher_strength
-        self._wanted = wanted.add_(1).div_(teacher_strength.unsqueeze(1))
+        wanted = wanted.add_(1).div_(teacher_strength.unsqueeze(1))
         self._total = e.sum(1)
         self._strength = self._total + size
         log_strength = (self._total / size).log1p_() + math.log(size)
-        self._alpha = e.add_(1)
-        foreground = log_strength.sum() - torch.dot(self._alpha.log().flatten(), self._wanted.flatten())
+        alpha = e.add_(1)
+        foreground = log_strength.sum() - torch.dot(alpha.log().flatten(), wanted.flatten())
+        self._pull = wanted.div_(alpha)
         certainty = self._certainty
         uncertainty = log_strength - (1 - certainty) * math.log(size) - certainty * self._total.log()
         return foreground, uncertainty.sum()
@@ -196,8 +197,7 @@ class _Distillation:
     def gradient(self, of_foreground: Tensor, of_uncertainty: Tensor) -> Tensor:
         """Return the gradient by the logits; works in place, so it is asked for once."""
         factor = (of_foreground + of_uncertainty) / self._strength - of_uncertainty * self._certainty / self._total
-        gradient = self._wanted.div_(self._alpha).mul_(-of_foreground)
-        return gradient.add_(factor.unsqueeze(1)).mul_(self._slope)
+        return self._pull.mul_(-of_foreground).add_(factor.unsqueeze(1)).mul_(self._slope)
 
 
 class _EvidentialLosses(torch.autograd.Function):
