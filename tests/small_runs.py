@@ -30,8 +30,8 @@ from incseg.engine.progress import Screen, Task, showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.trainer import TrainConfig
 from incseg.files import read_tensors
+from incseg.losses.means import Term
 from incseg.methods.base import Method
-from incseg.methods.finetune import Finetune
 from incseg.models.segmenter import ModelConfig
 from incseg.protocol import Step
 from incseg.run import evaluate
@@ -170,27 +170,21 @@ class Interrupting(Screen):
 class _Wrapped(Method):
     """Fine-tuning with something done to its losses; it counts the updates of a step in its state."""
 
-    background_output = True
-
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._softmax = Finetune()
         self._updates = torch.zeros((), dtype=torch.int64)
 
     def begin_step(self, context: Any) -> None:
         self._updates = torch.zeros((), dtype=torch.int64)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        losses = self._softmax.losses(batch, out, teacher, step)
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        losses = super().losses(batch, out, teacher, step)
         losses["extra"] = self.extra(out.logits, step.index, int(self._updates))
         self._updates = self._updates + 1
         return losses
 
     def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
         raise NotImplementedError
-
-    def predict(self, logits: Tensor, increments: Any) -> Prediction:
-        return self._softmax.predict(logits, increments)
 
     def state(self) -> dict[str, Tensor]:
         return {"updates": self._updates}
@@ -238,7 +232,7 @@ class Remembering(_Wrapped):
         return logits.sum() * 0
 
     def end_step(self, context: Any) -> None:
-        labelled = sum(batch.counts[1:255] for batch in context.batches())
+        labelled = sum(batch.counts[1:255] for batch in context.images.batches())
         self._favourite = labelled.argmax() + 1  # type: ignore[union-attr]
 
     def predict(self, logits: Tensor, increments: list[Increment]) -> Prediction:

@@ -23,7 +23,7 @@ from incseg.engine.runtime import Runtime
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.files import read_tensors, write_tensors
 from incseg.methods import METHODS, build_method
-from incseg.methods.base import StepContext
+from incseg.methods.base import StepContext, StepImages
 from incseg.models.norms import FrozenBatchNorm2d
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
@@ -76,7 +76,7 @@ def learnt(method: dict[str, Any], parts: int, runtime: Runtime, norm: Any = "gr
             images, labels = drawn(shown, 9)
             yield Batch(images, labels, torch.bincount(labels.flatten(), minlength=256).float())
 
-        context = StepContext(step, model, teacher, plain, runtime.mean, as_inputs, runtime.sum, runtime.share)
+        context = StepContext(step, model, teacher, StepImages(plain, inputs=as_inputs), runtime)
         learner.begin_step(context)
         with torch.no_grad():  # away from the teacher, where distances have no gradient to speak of
             for parameter in model.parameters():
@@ -85,7 +85,8 @@ def learnt(method: dict[str, Any], parts: int, runtime: Runtime, norm: Any = "gr
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3, 0.9, nesterov=True)
         for iteration in range(1 + min(1, step.index)):
             images, labels = (part[runtime.rank :: runtime.world] for part in drawn(shown, iteration))
-            trainer._update(wrapped, teacher, optimizer, runtime.grad_scaler(), images, labels, step, iteration)
+            batch = trainer._to_batch(images, labels, range(len(images)))
+            trainer._update(wrapped, teacher, optimizer, runtime.grad_scaler(), batch, step, iteration)
         runtime.share_buffers(model)
         learner.end_step(context)
     state = {f"state.{name}": tensor for name, tensor in learner.state().items() if name not in PER_PART}
@@ -190,10 +191,10 @@ def test_parts_hold_every_image_once_and_share_the_counts() -> None:
     labels = torch.arange(5, dtype=torch.uint8).view(5, 1, 1).expand(5, 2, 2)
     counts = torch.bincount(labels.flatten(), minlength=256).float()
     stages = (torch.arange(5.0).view(5, 1), torch.arange(5.0, 10).view(5, 1))
-    parts = Batch(stages, labels, counts, names="abcde").parts(2)
+    parts = Batch(stages, labels, counts, images=[7, 8, 9, 5, 6]).parts(2)
     assert [part.labels[:, 0, 0].tolist() for part in parts] == [[0, 2, 4], [1, 3]]
     assert [part.inputs[1].flatten().tolist() for part in parts] == [[5, 7, 9], [6, 8]]
-    assert [list(part.names) for part in parts] == [["a", "c", "e"], ["b", "d"]]
+    assert [part.images for part in parts] == [[7, 9, 6], [8, 5]]
     assert all(torch.equal(part.counts, counts / 2) for part in parts)
     assert [float(part.share) for part in parts] == pytest.approx([6 / 5, 4 / 5])
     whole = Batch(stages, labels, counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from incseg.export import with_onnx
 from incseg.files import load_tensors, write_tensors
 from incseg.inference import load
 from incseg.methods.analytic import Analytic, _thinned
-from incseg.methods.base import StepContext
+from incseg.methods.base import Alone, StepContext, StepImages
 from incseg.methods.evidential import Evidential
 from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.files import load_segmenter, save_segmenter
@@ -59,7 +60,7 @@ def context_of(model: Segmenter, index: int, images: int = 12, seed: int = 0) ->
             yield Batch(pixels[some], labels[some], torch.bincount(labels[some].flatten(), minlength=256).float())
 
     counts = torch.bincount(labels.flatten(), minlength=256)
-    return StepContext(steps[index], model, None, batches, label_counts=lambda: counts, num_images=images)
+    return StepContext(steps[index], model, None, StepImages(batches, images, lambda: counts))
 
 
 def solved(**options: Any) -> tuple[Segmenter, Analytic]:
@@ -161,30 +162,37 @@ def test_a_new_class_is_found_on_other_images() -> None:
     context = context_of(model, 1, seed=5)
     found = []
     with torch.no_grad():
-        for batch in context.batches():
+        for batch in context.images.batches():
             logits = torch.nn.functional.interpolate(model(batch.inputs).logits, (32, 32), mode="bilinear")
             labels = method.predict(logits, model.increments).labels
             found.append(float((labels[batch.labels == 3] == 3).float().mean()))
     assert np.mean(found) > 0.5
 
 
+class OneOfTwo(Alone):
+    """One of two processes; it notes what it would add up."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.seen: list[torch.Tensor] = []
+
+    def share(self, rows: Any) -> list[int]:
+        return list(rows[self.rank :: 2])
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.seen.append(tensor)
+        return tensor
+
+
 def test_counting_in_two_processes_is_counting_in_one() -> None:
     whole, halves = trained(), [trained(), trained()]
     method = Analytic(Analytic.Config(columns=32))
     method.complete(context_of(whole, 0))
-    kept: list[dict[int, torch.Tensor]] = []
+    kept: list[list[torch.Tensor]] = []
     for rank, model in enumerate(halves):
-        context, seen = context_of(model, 0), {}
-        context.share = lambda rows, rank=rank: list(rows[rank::2])  # type: ignore[misc]
-        calls = iter(range(100))
-
-        def total(tensor: torch.Tensor, seen: Any = seen, calls: Any = calls) -> torch.Tensor:
-            seen[next(calls)] = tensor
-            return tensor
-
-        context.total = total
-        Analytic(Analytic.Config(columns=32)).complete(context)
-        kept.append(seen)
+        one = OneOfTwo(rank)
+        Analytic(Analytic.Config(columns=32)).complete(replace(context_of(model, 0), processes=one))
+        kept.append(one.seen)
     form = whole.closed_form
     assert form is not None
     summed = [sum(part[i] for part in kept) for i in range(6)]
@@ -217,8 +225,7 @@ def test_thinning_keeps_the_mean() -> None:
 
 def test_a_model_without_sums_is_extended_with_a_word() -> None:
     model, method, said = trained(), Analytic(Analytic.Config(columns=32)), list[str]()
-    context = context_of(model, 1)
-    context.say = said.append
+    context = replace(context_of(model, 1), say=said.append)
     method.solve(context)
     assert any("no sums" in line for line in said)
     assert [increment.solved for increment in model.increments] == [False, True]
@@ -237,7 +244,7 @@ def test_sums_come_from_any_folder_of_images(tmp_path: Path) -> None:
         arrays = [np.asarray(image.resize((32, 32))) for image in images]
         return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 64 - 2
 
-    context.inputs = inputs
+    context = replace(context, images=replace(context.images, inputs=inputs))
     assert method.complete(context)
     form = model.closed_form
     assert form is not None
@@ -329,13 +336,13 @@ def test_learning_a_class_further_is_learning_it_from_all_images(tmp_path: Path)
     first, second = (context_of(base(), 1, seed=seed) for seed in (1, 2))
     at_once = base()
     both = context_of(at_once, 1)
-    parts = [list(one.batches()) for one in (first, second)]
+    parts = [list(one.images.batches()) for one in (first, second)]
     every = [batch for part in parts for batch in part]
 
     def batches(positions: Any = None) -> Any:
         return every  # all of them are asked for
 
-    both.batches, both.num_images = batches, 24
+    both = replace(both, images=replace(both.images, batches=batches, number=24))
     method.solve(both)
     method.solve(first)
     save_segmenter(tmp_path / "model.safetensors", first.model, {"method": {"name": "analytic"}})
@@ -343,7 +350,7 @@ def test_learning_a_class_further_is_learning_it_from_all_images(tmp_path: Path)
     assert start.learn_further("c", method.config.ridge) == ["c"]
     assert start.classes == ("a", "b")
     save_segmenter(tmp_path / "waiting.safetensors", start.model, {"method": {"name": "analytic"}})
-    second.model, _ = load_segmenter(tmp_path / "waiting.safetensors")
+    second = replace(second, model=load_segmenter(tmp_path / "waiting.safetensors")[0])
     method.solve(second)
     ours, theirs = second.model.closed_form, at_once.closed_form
     assert ours is not None

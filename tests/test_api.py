@@ -15,7 +15,7 @@ import incseg
 from incseg.cli import main
 from incseg.data.export import export
 from incseg.data.shapes import Shapes
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.softmax import cross_entropy_sum
 from incseg.methods.base import Method
 
 SMALL = {
@@ -167,14 +167,9 @@ def test_extending_is_that_of_the_command_line(first: incseg.Run, mine: Path, tm
 class Mine(Method):
     """A method from outside incseg."""
 
-    background_output = True
-
     def losses(self, batch, out, teacher, step):
         labels = batch.labels[:, ::8, ::8]
         return {"ce": cross_entropy_sum(out.logits, labels) / labels.numel()}
-
-    def predict(self, logits, increments):
-        return softmax_prediction(logits)
 
 
 def test_a_class_of_ones_own_is_a_method(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from incseg.losses.background import (
     fold_new_into_background,
 )
 from incseg.losses.distillation import output_distillation
+from incseg.losses.means import PixelMean, PixelTerm
 from incseg.losses.pixelwise import pixelwise
 from incseg.losses.softmax import cross_entropy_sum
 from incseg.models.classifiers import initialise_from_background
 from incseg.models.segmenter import ModelConfig, Segmenter
-from incseg.types import IGNORE, Increment
+from incseg.types import IGNORE, Batch, Increment
 
 NUM_OLD, NUM_NEW = 3, 2  # background, two old classes; two new ones
 
@@ -201,14 +202,15 @@ def test_strips_make_the_mean() -> None:
     teacher = torch.randn(2, NUM_OLD, 3, 3, dtype=torch.float64, generator=generator)
     labels = torch.tensor([0, 3, 4, IGNORE])[torch.randint(4, (2, 7, 8), generator=generator)]
 
-    def strip(z: Tensor, y: Tensor, old: Tensor | None) -> dict[str, Tensor]:
+    def strip(z: Tensor, y: Tensor, old: Tensor | None) -> dict[str, PixelTerm]:
         assert old is not None
         return {
-            "ce": background_cross_entropy_sum(z, y, NUM_OLD) / (labels != IGNORE).sum(),
-            "kd": background_distillation_sum(z, old) / labels.numel(),
+            "ce": PixelMean(background_cross_entropy_sum(z, y, NUM_OLD)),
+            "kd": PixelMean(background_distillation_sum(z, old), over="all"),
         }
 
-    terms = pixelwise(strip, logits, labels, teacher)
+    batch = Batch(logits, labels, torch.bincount(labels.flatten(), minlength=256).double())
+    terms = pixelwise(strip, batch, logits, teacher)
     wide, wide_teacher = (F.interpolate(x, (7, 8), mode="bilinear") for x in (logits, teacher))
     torch.testing.assert_close(terms["ce"], background_cross_entropy(wide, labels, NUM_OLD))
     torch.testing.assert_close(terms["kd"], background_distillation(wide, wide_teacher))

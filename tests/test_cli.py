@@ -24,7 +24,7 @@ from incseg.config import RunConfig
 from incseg.data import SOURCES
 from incseg.methods import METHODS
 from incseg.models.backbones import BACKBONES
-from incseg.presets import DEFAULT_PRESET, PRESETS
+from incseg.presets import PRESETS, default_preset
 from incseg.protocol import RULES, SETTINGS, TASKS
 from incseg.run import train
 from incseg.types import UserError
@@ -269,11 +269,11 @@ def test_the_last_of_two_flags_wins() -> None:
     assert parsed("--method", "finetune", "--method=joint").method == {"name": "joint"}
 
 
-@pytest.mark.parametrize("data", DEFAULT_PRESET)
+@pytest.mark.parametrize("data", SOURCES)
 def test_each_dataset_has_its_preset(data: str) -> None:
     config = parsed("--data", data)
-    assert config.preset == DEFAULT_PRESET[data]
-    assert config.model.backbone == PRESETS[DEFAULT_PRESET[data]]["model"]["backbone"]
+    assert config.preset == default_preset(data)
+    assert config.model.backbone == PRESETS[default_preset(data)]["model"]["backbone"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

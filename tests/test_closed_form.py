@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from incseg.losses.closed_form import LIMIT, cross_entropy_with_gradient, distillation_with_gradient, fits
 from incseg.losses.evidential import (
-    Rectifier,
-    dirichlet,
+    LIMIT,
     distill_foreground,
     distill_uncertainty,
     evidential_cross_entropy,
+    evidential_losses,
+    fits,
 )
-from incseg.losses.pixelwise import pixelwise
 from incseg.methods import Evidential
+from incseg.outputs.evidential import Rectifier, dirichlet
 from incseg.types import Batch, Output
 
 RECTIFIERS = ("exp_sigmoid", "exp", "relu", "softplus")
@@ -33,53 +36,57 @@ def some_labels(classes: int) -> Tensor:
     return labels
 
 
+SCALES = [torch.tensor(scale, dtype=torch.float64) for scale in (0.7, 1.9, 0.3, 2.5)]
+
+
+def in_log_space(z: Tensor, labels: Tensor, teacher: Tensor | None, skipped: int, rectifier: Rectifier) -> list[Tensor]:
+    terms = list(evidential_cross_entropy(z[:, skipped:], labels, rectifier))
+    if teacher is not None:
+        student, old = dirichlet(z[:, : teacher.shape[1]], rectifier), dirichlet(teacher, rectifier)
+        terms += [distill_foreground(student, old).sum(), distill_uncertainty(student, old).sum()]
+    return terms
+
+
+def weighted(terms: Sequence[Tensor]) -> Tensor:
+    return torch.stack([scale.to(term) * term.sum() for scale, term in zip(SCALES, terms, strict=False)]).sum()
+
+
 @pytest.mark.parametrize("rectifier", RECTIFIERS)
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("classes", [1, 4])
-def test_cross_entropy(rectifier: Rectifier, spread: float, classes: int) -> None:
-    z = scores(classes, spread).requires_grad_()
-    labels = some_labels(classes)
-    fg_scale, bg_scale = torch.tensor(0.7, dtype=torch.float64), torch.tensor(1.9, dtype=torch.float64)
-    foreground, background = evidential_cross_entropy(z, labels, rectifier)
-    wanted = fg_scale * foreground.sum() + bg_scale * background.sum()
-    (wanted_gradient,) = torch.autograd.grad(wanted, z)
-    loss, gradient = cross_entropy_with_gradient(z.detach(), labels, rectifier, fg_scale, bg_scale)
-    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(("classes", "old", "skipped"), [(1, 0, 0), (4, 0, 0), (5, 0, 3), (5, 3, 3), (5, 3, 0)])
+def test_losses_and_gradient(rectifier: Rectifier, spread: float, classes: int, old: int, skipped: int) -> None:
+    z, labels = scores(classes, spread).requires_grad_(), some_labels(classes - skipped)
+    teacher = scores(old, spread, seed=1) if old else None
+    found, wanted = (of(z, labels, teacher, skipped, rectifier) for of in (evidential_losses, in_log_space))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    (gradient,), (wanted_gradient,) = (torch.autograd.grad(weighted(terms), z) for terms in (found, wanted))
     torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("rectifier", RECTIFIERS)
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("classes", [1, 4])
-def test_distillation(rectifier: Rectifier, spread: float, classes: int) -> None:
-    z, teacher = scores(classes, spread).requires_grad_(), scores(classes, spread, seed=1)
-    fg_scale, u_scale = torch.tensor(0.3, dtype=torch.float64), torch.tensor(2.5, dtype=torch.float64)
-    student, old = dirichlet(z, rectifier), dirichlet(teacher, rectifier)
-    foreground = fg_scale * distill_foreground(student, old).sum()
-    uncertainty = u_scale * distill_uncertainty(student, old).sum()
-    (wanted_gradient,) = torch.autograd.grad(foreground + uncertainty, z)
-    found = distillation_with_gradient(z.detach(), teacher, rectifier, fg_scale, u_scale)
-    torch.testing.assert_close(found[0], foreground.detach(), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found[1], uncertainty.detach(), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found[2], wanted_gradient, rtol=1e-8, atol=1e-12)
+def test_a_teacher_of_other_classes_than_those_skipped_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 classes are skipped, and the teacher has 3"):
+        evidential_losses(scores(5, 1.0), some_labels(3), scores(3, 1.0), skipped=2)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_float32_keeps_its_digits(spread: float) -> None:
-    z, teacher, labels = scores(4, spread), scores(4, spread, seed=1), some_labels(4)
-    one = torch.ones((), dtype=torch.float64)
-    for found, wanted in zip(
-        cross_entropy_with_gradient(z.float(), labels, "exp_sigmoid", one.float(), one.float()),
-        cross_entropy_with_gradient(z.float().double(), labels, "exp_sigmoid", one, one),
-        strict=True,
-    ):
+    z, teacher, labels = scores(4, spread).float(), scores(4, spread, seed=1).float(), some_labels(4)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        own = z.to(dtype, copy=True).requires_grad_()
+        terms = evidential_losses(own, labels, teacher.to(dtype))
+        results.append([weighted(terms), *torch.autograd.grad(weighted(terms), own)])
+    for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
-    for found, wanted in zip(
-        distillation_with_gradient(z.float(), teacher.float(), "exp_sigmoid", one.float(), one.float()),
-        distillation_with_gradient(z.float().double(), teacher.float().double(), "exp_sigmoid", one, one),
-        strict=True,
-    ):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_is_asked_for_once() -> None:
+    z = scores(4, 1.0).requires_grad_()
+    terms = evidential_losses(z, some_labels(4))
+    torch.autograd.grad(weighted(terms), z, retain_graph=True)
+    with pytest.raises(TypeError):
+        torch.autograd.grad(weighted(terms), z)
 
 
 def test_where_it_holds() -> None:
@@ -103,21 +110,21 @@ def test_the_method_takes_it_and_gives_the_same(scope: str, shift: float, monkey
     teacher = scores(3, 2.0, seed=1)
     calls = []
 
-    def spied(*arguments: object) -> dict[str, Tensor]:
-        calls.append(arguments[4])
-        return pixelwise(*arguments)  # type: ignore[arg-type]
-
-    def without(*arguments: object) -> dict[str, Tensor]:
-        return pixelwise(*arguments[:4])  # type: ignore[arg-type]
+    def spied(*arguments: Any) -> tuple[Tensor, ...]:
+        calls.append(arguments)
+        return evidential_losses(*arguments)
 
     results = []
-    for used in (spied, without):
-        monkeypatch.setattr("incseg.methods.evidential.pixelwise", used)
+    for limit in (True, False):
+        monkeypatch.setattr("incseg.methods.evidential.evidential_losses", spied)
+        if not limit:
+            monkeypatch.setattr("incseg.methods.evidential.fits", lambda *scores: False)
         z = (scores(5, 2.0) + shift).requires_grad_()
         terms = method.losses(batch, Output(z, z), Output(teacher, teacher), step)
-        sum(terms.values()).backward()  # type: ignore[union-attr]
+        sum(terms.values()).backward()  # type: ignore[arg-type, union-attr]
         results.append((terms, z.grad))
-    assert calls[0] is not None
+        assert bool(calls) is (shift == 0.0)
+    assert len(calls) <= 1
     assert results[0][0].keys() == results[1][0].keys()
     for name, value in results[0][0].items():
         torch.testing.assert_close(value, results[1][0][name], rtol=1e-6, atol=1e-9)

@@ -18,7 +18,8 @@ from incseg.losses.distillation import (
     sigmoid_distillation,
     sigmoid_distillation_sum,
 )
-from incseg.losses.sigmoid import binary_cross_entropy_sum, sigmoid_prediction
+from incseg.losses.sigmoid import binary_cross_entropy_sum
+from incseg.outputs.sigmoid import sigmoid_prediction
 from incseg.types import IGNORE
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from incseg.losses.evidential import (
+    distill_foreground,
+    distill_uncertainty,
+    evidential_cross_entropy,
+    foreground_background_weights,
+)
+from incseg.outputs.evidential import (
     Dirichlet,
     balance,
     balanced_log_probabilities,
     dirichlet,
-    distill_foreground,
-    distill_uncertainty,
-    evidential_cross_entropy,
     evidential_labels,
     evidential_probabilities,
-    foreground_background_weights,
     log_evidence,
     log_probabilities,
     odds_log_probabilities,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from incseg.losses.distillation import local_pod
 from incseg.losses.evidential import evidential_cross_entropy, increments_cross_entropy
+from incseg.losses.means import normalised
 from incseg.methods import build_method
-from incseg.methods.base import StepContext
+from incseg.methods.base import StepContext, StepImages
 from incseg.methods.evidential import Evidential
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
@@ -32,7 +33,7 @@ def method(**options: Any) -> Evidential:
     model = Segmenter(ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1)), False)
     for step in STEPS:
         model.grow(Increment(step.names, step.new, 5))
-    made.begin_step(StepContext(STEP, model, None, lambda: iter([])))
+    made.begin_step(StepContext(STEP, model, None, StepImages(lambda: iter([]))))
     return made
 
 
@@ -189,14 +190,16 @@ def naive_pod(own: Tensor, other: Tensor) -> float:
 def test_pod_is_added_over_the_maps_that_train() -> None:
     batch, out, teacher = example()
     out.embedding, teacher.embedding = torch.randn(2, 2, 4, 4), torch.randn(2, 2, 4, 4)
-    without, terms = (values(method(pod=pod).losses(batch, out, teacher, STEP)) for pod in (None, 0.5))
+    without, terms = (
+        values(normalised(method(pod=pod).losses(batch, out, teacher, STEP), batch)) for pod in (None, 0.5)
+    )
     pod = terms.pop("pod")
     expected = (naive_pod(out.stages[0].detach(), teacher.stages[0]) + naive_pod(out.embedding, teacher.embedding)) / 2
     assert pod == pytest.approx(0.5 * math.sqrt(6 / 2) * expected, rel=1e-5), "the frozen second stage is left out"
     assert terms == without
     assert "pod" not in method(pod=0.5).losses(batch, out, None, STEPS[0])
     no_stages = Output(out.logits, out.embedding), Output(teacher.logits, teacher.embedding)
-    alone = values(method(pod=0.5).losses(batch, *no_stages, STEP))["pod"]
+    alone = values(normalised(method(pod=0.5).losses(batch, *no_stages, STEP), batch))["pod"]
     assert alone == pytest.approx(0.5 * math.sqrt(3) * naive_pod(out.embedding, teacher.embedding), rel=1e-5)
 
 
@@ -245,7 +248,7 @@ def test_start_lowers_the_scores_of_new_classes_in_later_steps_alone(steps: int,
     before = model(image).logits.detach()
 
     Evidential(Evidential.Config(start_score=start)).begin_step(
-        StepContext(STEPS[steps - 1], model, None, lambda: iter([]))
+        StepContext(STEPS[steps - 1], model, None, StepImages(lambda: iter([])))
     )
 
     lowered = torch.zeros(before.shape[1])

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.losses.evidential import balanced_log_probabilities, log_probabilities
 from incseg.methods.evidential import Evidential
+from incseg.outputs.evidential import balanced_log_probabilities, log_probabilities
 from incseg.protocol import Protocol, Step
 from incseg.types import IGNORE, Batch, DatasetInfo, Increment, Output
 

@@ -21,12 +21,12 @@ import incseg
 from incseg.cli import main
 from incseg.data.shapes import Shapes
 from incseg.data.transforms import IMAGENET_MEAN, IMAGENET_STD, TestTransform
-from incseg.losses.evidential import Rectifier, deciding_evidence, deciding_score, log_probabilities
 from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter
 from incseg.models.relative import evidential_from_softmax
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.models.torchvision import read_deeplab
+from incseg.outputs.evidential import Rectifier, deciding_evidence, deciding_score, log_probabilities
 from incseg.types import Increment, UserError
 
 SIZE = 48

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from incseg.losses.evidential import odds_evidence_probabilities
 from incseg.losses.least_squares import (
     FEWEST,
     Sums,
@@ -21,6 +20,7 @@ from incseg.losses.least_squares import (
     packed,
     unpacked,
 )
+from incseg.outputs.evidential import odds_evidence_probabilities
 from incseg.types import IGNORE
 
 LABELS, COLUMNS = 4, 6

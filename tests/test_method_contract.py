@@ -31,9 +31,10 @@ from incseg.config import RunConfig
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
 from incseg.files import read_tensors
+from incseg.losses.means import Term, normalised
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
-from incseg.methods.base import Method, StepContext
+from incseg.methods.base import Alone, Method, StepContext, StepImages
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol, Step
 from incseg.run import train
@@ -45,14 +46,13 @@ OUTSIDE_SOURCE = '''
 from dataclasses import dataclass
 
 import torch
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.means import PixelMean
+from incseg.losses.softmax import cross_entropy_sum
+from incseg.outputs.softmax import softmax_prediction
 from incseg.methods.base import Method
 
 
 class Tempered(Method):
-    background_output = True
-
     @dataclass
     class Config:
         """Options.
@@ -64,17 +64,14 @@ class Tempered(Method):
         temperature: float = 1.0
 
     seen_batches = torch.zeros(())
-    def losses(self, batch, out, teacher, step):
-        def strip(logits, labels, _):
-            return {"tempered": cross_entropy_sum(logits / self.config.temperature, labels) / batch.valid_pixels}
-
-        return pixelwise(strip, out.logits, batch.labels)
+    def pixel_losses(self, logits, labels, teacher, step):
+        return {"tempered": PixelMean(cross_entropy_sum(logits / self.config.temperature, labels))}
 
     def predict(self, logits, increments):
         return softmax_prediction(logits / self.config.temperature)
 
     def end_step(self, context):
-        self.seen_batches = self.seen_batches + len(list(context.batches()))
+        self.seen_batches = self.seen_batches + len(list(context.images.batches()))
 
     def state(self):
         return {"seen_batches": self.seen_batches}
@@ -108,6 +105,13 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
+class Averaging(Alone):
+    """A process that averages in its own way."""
+
+    def __init__(self, mean: Callable[[Tensor], Tensor]) -> None:
+        self.mean = mean  # type: ignore[method-assign]
+
+
 class Scene:
     """A method in the middle of a step: the grown model, its teacher, and batches of any labels."""
 
@@ -124,7 +128,8 @@ class Scene:
             self.teacher = self.model.frozen_copy() if step.index else None
             self.model.grow(Increment(step.names, step.new, 10 + step.index))
             torch.nn.init.normal_(self.model.classifiers[-1].get_parameter("weight"), std=0.3)
-            self.context = StepContext(step, self.model, self.teacher, lambda: iter([self.mixed()]), mean)
+            images = StepImages(lambda: iter([self.mixed()]))
+            self.context = StepContext(step, self.model, self.teacher, images, Averaging(mean))
             self.method.begin_step(self.context)
             if step.index < index:
                 self.method.end_step(self.context)
@@ -158,10 +163,8 @@ class Scene:
 
     def losses_of(self, method: Method, batch: Batch, out: Output, teacher: Output | None) -> dict[str, Tensor]:
         """As the trainer asks for them."""
-        if method.needs_batch_sums:
-            sums = method.batch_sums(batch, out, teacher, self.step)
-            method.take_batch_sums(self.context.mean(sums), self.step)
-        return method.losses(batch, out, teacher, self.step)
+        method.before_update(lambda of: self.context.processes.mean(of(batch, out, teacher)), self.step)
+        return normalised(method.losses(batch, out, teacher, self.step), batch)
 
     def backward(self, losses: dict[str, Tensor]) -> None:
         self.model.zero_grad()
@@ -435,7 +438,7 @@ def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     given = set()
     losses = METHODS[name].losses
 
-    def watched(self: Method, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+    def watched(self: Method, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
         given.update(one.logits.dtype for one in (out, teacher) if one is not None)
         return losses(self, batch, out, teacher, step)
 
@@ -526,8 +529,8 @@ def test_a_method_from_outside_has_its_flags(tmp_path: Path, capsys: pytest.Capt
         ("finetun", "unknown method 'finetun'; did you mean 'finetune'"),
         ("absent.module:Class", "cannot be imported .*No module named 'absent'"),
         ("outside.tempered:Absent", "cannot be imported .*Absent"),
-        ("outside.tempered:torch", "is no subclass"),
-        ("pathlib:Path", "is no subclass of incseg.methods.base.Method"),
+        ("outside.tempered:torch", "is not a subclass"),
+        ("pathlib:Path", "is not a subclass of incseg.methods.base.Method"),
         (":", "cannot be imported"),
     ],
 )

@@ -19,8 +19,7 @@ from incseg.engine.calibration import SHIFTS, best, judge
 from incseg.engine.runtime import Runtime
 from incseg.export import to_onnx, with_onnx
 from incseg.inference import load
-from incseg.losses.closed_form import cross_entropy_with_gradient
-from incseg.losses.evidential import evidential_cross_entropy, inverse_frequency_weights
+from incseg.losses.evidential import evidential_cross_entropy, evidential_losses, inverse_frequency_weights
 from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import FINER, ModelConfig, Segmenter, shrunk
@@ -164,9 +163,9 @@ def test_a_weight_for_every_pixel_has_its_gradient_in_closed_form() -> None:
     labels = torch.randint(0, 4, (2, 5, 4), dtype=torch.uint8)
     labels[0, 0] = 255
     weights = torch.rand(256, dtype=torch.float64)
-    loss, gradient = cross_entropy_with_gradient(
-        logits.detach(), labels, "exp_sigmoid", weights[labels.long()], weights[0]
-    )
+    maps = evidential_losses(logits, labels)
+    loss = (weights[labels.long()] * maps[0]).sum() + weights[0] * maps[1].sum()
+    (gradient,) = torch.autograd.grad(loss, logits)
     foreground, background = evidential_cross_entropy(logits, labels)
     wanted = (weights[labels.long()] * foreground).sum() + weights[0] * background.sum()
     assert torch.allclose(loss, wanted)

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.losses import pixelwise as module
-from incseg.losses.evidential import dirichlet, distill_foreground, distill_uncertainty, evidential_cross_entropy
+from incseg.losses.evidential import distill_foreground, distill_uncertainty, evidential_cross_entropy
+from incseg.losses.means import PixelMean, PixelTerm, normalised
 from incseg.losses.pixelwise import PixelLoss, bilinear_matrix, pixelwise, row_strips, row_strips_of_all
+from incseg.outputs.evidential import dirichlet
+from incseg.types import Batch
 
 # low height, low width, height, width
 SIZES = [
@@ -29,22 +32,30 @@ SIZES = [
 NUM_OLD, NUM_CLASSES = 2, 5
 
 
-def evidential_terms(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
-    """A real loss of three terms that differ in size."""
+def evidential_terms(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> dict[str, PixelTerm]:
+    """A real loss of three terms that differ in size and in what they are means over."""
     foreground, background = evidential_cross_entropy(logits, labels)
-    terms = {"new": (foreground + background).sum() / 50}
+    terms: dict[str, PixelTerm] = {"new": (PixelMean(foreground), PixelMean(background.sum(), 2.0))}
     if teacher is not None:
         student, old = dirichlet(logits[:, :NUM_OLD]), dirichlet(teacher)
-        terms["kd_fg"] = distill_foreground(student, old).sum() / 10
-        terms["kd_u"] = distill_uncertainty(student, old).sum() / 70
+        terms["kd_fg"] = PixelMean(distill_foreground(student, old), 7.0, over="all", classes=NUM_OLD)
+        terms["kd_u"] = PixelMean(distill_uncertainty(student, old), each=0.5 + labels.to(logits) / 255)
     return terms
+
+
+def batch_of(labels: Tensor) -> Batch:
+    return Batch(labels, labels, torch.bincount(labels.flatten().long(), minlength=256).float())
 
 
 def direct(loss: PixelLoss, logits: Tensor, labels: Tensor, teacher: Tensor | None = None) -> dict[str, Tensor]:
     def up(x: Tensor) -> Tensor:
         return F.interpolate(x, labels.shape[-2:], mode="bilinear", align_corners=False)
 
-    return loss(up(logits), labels, None if teacher is None else up(teacher))
+    return normalised(loss(up(logits), labels, None if teacher is None else up(teacher)), batch_of(labels))
+
+
+def in_strips(loss: PixelLoss, logits: Tensor, labels: Tensor, teacher: Tensor | None = None) -> dict[str, Tensor]:
+    return pixelwise(loss, batch_of(labels), logits, teacher)
 
 
 def example(size: tuple[int, int, int, int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +84,7 @@ def set_rows(monkeypatch: pytest.MonkeyPatch, rows: int, labels: Tensor) -> None
 def test_equals_the_direct_form(size: tuple[int, int, int, int], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels, teacher = example(size)
     set_rows(monkeypatch, rows, labels)
-    got, wanted = (f(evidential_terms, logits, labels, teacher) for f in (pixelwise, direct))
+    got, wanted = (f(evidential_terms, logits, labels, teacher) for f in (in_strips, direct))
     assert list(got) == list(wanted)
     for name in wanted:
         assert got[name].shape == ()
@@ -85,7 +96,7 @@ def test_equals_the_direct_form(size: tuple[int, int, int, int], rows: int, monk
 def test_equals_the_direct_form_in_float32(size: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels, teacher = example(size, torch.float32)
     set_rows(monkeypatch, 2, labels)
-    got, wanted = (f(evidential_terms, logits, labels, teacher) for f in (pixelwise, direct))
+    got, wanted = (f(evidential_terms, logits, labels, teacher) for f in (in_strips, direct))
     for name in wanted:
         assert torch.allclose(got[name], wanted[name], rtol=1e-5)
     expected = gradient_of(wanted, logits)
@@ -102,7 +113,7 @@ def test_terms_may_be_weighted_or_dropped(
 ) -> None:
     logits, labels, teacher = example((7, 3, 29, 13))
     set_rows(monkeypatch, rows, labels)
-    got, wanted = (f(evidential_terms, logits, labels, teacher) for f in (pixelwise, direct))
+    got, wanted = (f(evidential_terms, logits, labels, teacher) for f in (in_strips, direct))
     assert torch.allclose(
         gradient_of(got, logits, weights), gradient_of(wanted, logits, weights), rtol=1e-9, atol=1e-12
     )
@@ -111,7 +122,7 @@ def test_terms_may_be_weighted_or_dropped(
 def test_a_common_factor_scales_the_gradient() -> None:
     """As a gradient scaler does."""
     logits, labels, teacher = example((4, 5, 16, 20))
-    terms = pixelwise(evidential_terms, logits, labels, teacher)
+    terms = in_strips(evidential_terms, logits, labels, teacher)
     (gradient,) = torch.autograd.grad(torch.stack(list(terms.values())).sum() * 1024, logits)
     assert torch.allclose(gradient, 1024 * gradient_of(direct(evidential_terms, logits, labels, teacher), logits))
 
@@ -121,7 +132,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     set_rows(monkeypatch, 2, labels)
 
     def terms(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(pixelwise(evidential_terms, x, labels, teacher).values())
+        return tuple(in_strips(evidential_terms, x, labels, teacher).values())
 
     assert torch.autograd.gradcheck(terms, logits)
 
@@ -131,7 +142,7 @@ def test_gradient_goes_on_into_the_network() -> None:
     weight = torch.randn(NUM_CLASSES, NUM_CLASSES, 1, 1, dtype=torch.float64, requires_grad=True)
     through = [
         torch.autograd.grad(f(evidential_terms, F.conv2d(logits, weight), labels)["new"], weight)[0]
-        for f in (pixelwise, direct)
+        for f in (in_strips, direct)
     ]
     assert torch.allclose(*through)
 
@@ -139,10 +150,10 @@ def test_gradient_goes_on_into_the_network() -> None:
 def test_teacher_gets_no_gradient() -> None:
     logits, labels, teacher = example((4, 5, 16, 20))
     teacher.requires_grad_()
-    sum(pixelwise(evidential_terms, logits, labels, teacher).values()).backward()
+    sum(in_strips(evidential_terms, logits, labels, teacher).values()).backward()
     assert teacher.grad is None
     assert logits.grad is not None
-    alone = pixelwise(evidential_terms, logits.detach(), labels, teacher)
+    alone = in_strips(evidential_terms, logits.detach(), labels, teacher)
     assert not any(term.requires_grad for term in alone.values())
 
 
@@ -150,7 +161,7 @@ def test_teacher_gets_no_gradient() -> None:
 def test_half_precision_is_raised(dtype: torch.dtype) -> None:
     logits, labels, teacher = example((7, 3, 29, 13), torch.float32)
     half = logits.detach().to(dtype).requires_grad_()
-    got = pixelwise(evidential_terms, half, labels, teacher.to(dtype))
+    got = in_strips(evidential_terms, half, labels, teacher.to(dtype))
     wanted = direct(evidential_terms, half.float(), labels, teacher.to(dtype).float())
     for name in wanted:
         assert got[name].dtype == torch.float32
@@ -164,14 +175,14 @@ def test_half_precision_is_raised(dtype: torch.dtype) -> None:
 def test_autocast_changes_nothing(weights: dict[str, float] | None) -> None:
     logits, labels, teacher = example((4, 5, 16, 20), torch.float32)
 
-    def scaled(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, Tensor]:
+    def scaled(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, PixelTerm]:
         mixed = torch.einsum("bchw,cd->bdhw", x, torch.eye(NUM_CLASSES))  # would run in bfloat16
         return evidential_terms(mixed, y, t)
 
-    plain = pixelwise(scaled, logits, labels, teacher)
+    plain = in_strips(scaled, logits, labels, teacher)
     plain_gradient = gradient_of(plain, logits, weights)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = pixelwise(scaled, logits, labels, teacher)
+        mixed = in_strips(scaled, logits, labels, teacher)
         mixed_gradient = gradient_of(mixed, logits, weights)
     assert all(torch.equal(mixed[name], plain[name]) for name in plain)
     assert torch.equal(mixed_gradient, plain_gradient)
@@ -181,14 +192,14 @@ def test_without_gradient_no_graph_is_built() -> None:
     logits, labels, teacher = example((4, 5, 16, 20))
     graphs = []
 
-    def watched(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, Tensor]:
+    def watched(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, PixelTerm]:
         terms = evidential_terms(x, y, t)
-        graphs.append(terms["new"].requires_grad)
+        graphs.append(terms["new"][0].values.requires_grad)  # type: ignore[index]
         return terms
 
     with torch.no_grad():
-        got = pixelwise(watched, logits, labels, teacher)
-    detached = pixelwise(watched, logits.detach(), labels, teacher)
+        got = in_strips(watched, logits, labels, teacher)
+    detached = in_strips(watched, logits.detach(), labels, teacher)
     wanted = direct(evidential_terms, logits, labels, teacher)
     assert not any(graphs)
     for terms in (got, detached):
@@ -197,8 +208,8 @@ def test_without_gradient_no_graph_is_built() -> None:
 
 def test_a_term_that_does_not_depend_on_the_logits_has_no_gradient() -> None:
     logits, labels, _ = example((3, 3, 6, 6))
-    terms = pixelwise(lambda x, y, t: {"count": y.double().sum()}, logits, labels)
-    assert float(terms["count"].detach()) == float(labels.double().sum())
+    terms = in_strips(lambda x, y, t: {"count": PixelMean(y.double(), over="all")}, logits, labels)
+    assert float(terms["count"].detach()) == pytest.approx(float(labels.double().mean()))
     assert not gradient_of(terms, logits).any()
 
 
@@ -210,14 +221,14 @@ def test_no_strip_is_larger_than_allowed(limit: int, monkeypatch: pytest.MonkeyP
     labels = torch.arange(23).view(1, 23, 1).expand(2, 23, 19)  # each label tells its row
     seen: list[tuple[list[int], int]] = []
 
-    def watched(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, Tensor]:
+    def watched(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, PixelTerm]:
         assert t is not None
         assert t.shape == (2, NUM_OLD, *x.shape[2:])
         assert y.shape[1:] == x.shape[2:]
         seen.append((y[0, :, 0].tolist(), x.numel()))
-        return {"sum": x.sum()}
+        return {"sum": PixelMean(x.sum())}
 
-    pixelwise(watched, logits, labels, teacher)["sum"].backward()
+    in_strips(watched, logits, labels, teacher)["sum"].backward()
     assert [row for rows, _ in seen for row in rows] == list(range(23))
     assert max(numel for _, numel in seen) <= max(limit, 2 * NUM_CLASSES * 19)
     if limit >= logits.shape[0] * NUM_CLASSES * 19 * 23:
@@ -229,11 +240,11 @@ def test_the_usual_sum_needs_one_pass_and_unequal_weights_two(factor: float, pas
     logits, labels, teacher = example((4, 5, 16, 20))
     calls = []
 
-    def watched(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, Tensor]:
+    def watched(x: Tensor, y: Tensor, t: Tensor | None) -> dict[str, PixelTerm]:
         calls.append(1)
         return evidential_terms(x, y, t)
 
-    terms = pixelwise(watched, logits, labels, teacher)
+    terms = in_strips(watched, logits, labels, teacher)
     (terms["new"] + terms["kd_fg"] + factor * terms["kd_u"]).backward()
     assert len(calls) == passes
 
@@ -291,7 +302,7 @@ def test_matrices_made_in_inference_mode_serve_training_too() -> None:
     with torch.inference_mode():
         list(row_strips(logits, size[2:]))
     differentiable: list[Callable[[], Tensor]] = [
-        lambda: gradient_of(pixelwise(evidential_terms, logits, labels, teacher), logits),
+        lambda: gradient_of(in_strips(evidential_terms, logits, labels, teacher), logits),
         lambda: torch.autograd.grad(sum(s.sum() for _, s in row_strips(logits, size[2:])), logits)[0],
     ]
     for gradient in differentiable:

@@ -14,6 +14,7 @@ from torch import Tensor
 from incseg.engine.rundir import RunDir
 from incseg.files import read_tensors
 from incseg.losses.background import background_cross_entropy_sum
+from incseg.losses.means import normalised
 from incseg.losses.prototypes import (
     attraction,
     class_means,
@@ -26,7 +27,7 @@ from incseg.losses.prototypes import (
     running_mean,
     sparsity_sum,
 )
-from incseg.methods.base import StepContext
+from incseg.methods.base import StepContext, StepImages
 from incseg.methods.sdr import SDR
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol
@@ -200,7 +201,7 @@ class Scene:
             self.teacher = self.model.frozen_copy() if step.index else None
             self.model.grow(Increment(step.names, step.new, 4))
             torch.nn.init.normal_(self.model.classifiers[-1].get_parameter("weight"), std=0.5)
-            self.method.begin_step(StepContext(step, self.model, self.teacher, lambda: iter(())))
+            self.method.begin_step(StepContext(step, self.model, self.teacher, StepImages(lambda: iter(()))))
             if step.index == 0:
                 self.losses(self.batch([0, 1, 2, IGNORE]))
 
@@ -218,8 +219,8 @@ class Scene:
         return self.losses_of(batch, self.model(batch.inputs), teacher)
 
     def losses_of(self, batch: Batch, out: Output, teacher: Output | None) -> dict[str, Tensor]:
-        self.method.take_batch_sums(self.method.batch_sums(batch, out, teacher, self.step), self.step)
-        return self.method.losses(batch, out, teacher, self.step)
+        self.method.before_update(lambda of: of(batch, out, teacher), self.step)
+        return normalised(self.method.losses(batch, out, teacher, self.step), batch)
 
 
 @pytest.mark.parametrize("freeze_backbone", [False, True])

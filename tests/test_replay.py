@@ -7,7 +7,8 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from incseg.data.shapes import Shapes
 from incseg.data.unlabelled import Generator, ImageFolders
 from incseg.engine.rundir import RunDir
 from incseg.files import read_tensors
-from incseg.losses.labels import painted, shifted
+from incseg.losses.labels import fill_background, shifted
 from incseg.methods import build_method
-from incseg.methods.base import StepContext
+from incseg.methods.base import Alone, StepContext, StepImages
 from incseg.methods.evidential import Evidential
 from incseg.methods.finetune import Finetune
 from incseg.methods.recall import Recall, build_helper, decoder_tensors, fit_helper
@@ -191,7 +192,7 @@ def context_of(index: int, inputs: Any = red_pixels, **changes: Any) -> StepCont
     torch.manual_seed(100 + index)
     model = model_of(index + 1)
     teacher = model_of(index).eval() if index else None
-    return StepContext(STEPS[index], model, teacher, lambda: iter([]), inputs=inputs, **changes)
+    return StepContext(STEPS[index], model, teacher, StepImages(lambda: iter([]), inputs=inputs), **changes)
 
 
 def batch_of(images: int, size: tuple[int, int] = (2, 2)) -> Batch:
@@ -250,6 +251,20 @@ def test_the_order_is_the_seeds_and_the_count_goes_on(folders: Path) -> None:
     assert drawn_reds(other, 4, 9) != whole
 
 
+@dataclass
+class One(Alone):
+    """One of two processes that have so many images together."""
+
+    rank: int
+    images: int
+
+    def share(self, rows: Sequence[int]) -> list[int]:
+        return list(rows[self.rank :: 2])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return torch.tensor(float(self.images))
+
+
 @pytest.mark.parametrize("images", [4, 5])
 def test_two_processes_draw_what_one_draws(folders: Path, images: int) -> None:
     alone = drawn_reds(started(folders), images, 3)
@@ -258,8 +273,7 @@ def test_two_processes_draw_what_one_draws(folders: Path, images: int) -> None:
         mine = images // 2 + (rank == 0 and images % 2)
         replay = started(
             folders,
-            share=lambda items, rank=rank: list(items[rank::2]),
-            total=lambda _: torch.tensor(float(images)),
+            processes=One(rank, images),
         )
         parts.append(drawn_reds(replay, mine, 3))
     assert sorted(parts[0] + parts[1]) == sorted(alone)
@@ -380,8 +394,8 @@ def test_labels_seen_otherwise() -> None:
     labels = torch.tensor([0, 3, 4, IGNORE], dtype=torch.uint8)
     assert shifted(labels, 2).tolist() == [0, 1, 2, IGNORE]
     assert shifted(labels, 0) is labels
-    assert painted(labels, torch.tensor([2, 1, 1, 1])).tolist() == [2, 3, 4, IGNORE]
-    assert painted(labels, torch.zeros(4, dtype=torch.int64)).tolist() == labels.tolist()
+    assert fill_background(labels, torch.tensor([2, 1, 1, 1])).tolist() == [2, 3, 4, IGNORE]
+    assert fill_background(labels, torch.zeros(4, dtype=torch.int64)).tolist() == labels.tolist()
 
 
 # --- helper decoders ----------------------------------------------------------------------------------------------
@@ -396,14 +410,14 @@ def scene(index: int) -> StepContext:
     labels[:, 0] = IGNORE
     batch = Batch(images, labels, torch.bincount(labels.flatten(), minlength=256).float())
     context = context_of(index)
-    context.batches = lambda: iter([batch, batch])
+    context = replace(context, images=StepImages(lambda: iter([batch, batch])))
     context.model.backbone.eval().requires_grad_(False)
     return context
 
 
 def test_an_untrained_helper_is_the_model_restricted_to_its_classes() -> None:
     context = scene(2)
-    images = next(iter(context.batches())).inputs
+    images = next(iter(context.images.batches())).inputs
     helper = fit_helper(context, 0, 0.1)
     with torch.no_grad():
         whole = context.model.frozen_copy()(images).logits
@@ -414,7 +428,7 @@ def test_an_untrained_helper_is_the_model_restricted_to_its_classes() -> None:
 def test_a_helper_learns_its_step_and_leaves_the_model_alone() -> None:
     context = scene(1)
     before = {name: tensor.clone() for name, tensor in context.model.state_dict().items()}
-    (batch, _) = context.batches()
+    (batch, _) = context.images.batches()
     helper = fit_helper(context, 20, 0.05)
     after = context.model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -443,7 +457,7 @@ def test_the_helper_of_the_base_is_the_base(folders: Path, monkeypatch: pytest.M
     images = torch.randn(2, 3, 16, 16)
     contexts = [scene(0), scene(1), scene(2)]
     base, _, last = (context.model for context in contexts)
-    contexts[1].teacher = base.frozen_copy()
+    contexts[1] = replace(contexts[1], teacher=base.frozen_copy())
     for context in contexts:
         if context.step.index == 2:
             assert context.teacher is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from incseg.engine.rundir import RunDir
 from incseg.files import read_tensors
 from incseg.losses.background import background_cross_entropy, background_distillation, fold_new_into_background
 from incseg.losses.distillation import local_pod
+from incseg.losses.means import normalised
 from incseg.methods import plop as plop_module
-from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
+from incseg.methods.base import CROSS_ENTROPY, Method, StepContext, StepImages
 from incseg.methods.finetune import Finetune
 from incseg.methods.ilt import ILT
 from incseg.methods.lwf import LwF
@@ -67,7 +69,7 @@ def up(logits: Tensor) -> Tensor:
 def run_losses(method: Method, step: Step = SECOND) -> tuple[dict[str, float], list[Tensor | None]]:
     """The named losses, and the gradient of their sum at logits, embedding and stages."""
     batch, out, teacher = example(step)
-    terms = method.losses(batch, out, teacher, step)
+    terms = normalised(method.losses(batch, out, teacher, step), batch)
     reached = (out.logits, out.embedding, *out.stages)
     gradients = torch.autograd.grad(torch.stack(list(terms.values())).sum(), reached, allow_unused=True)
     return {name: float(value.detach()) for name, value in terms.items()}, list(gradients)
@@ -196,9 +198,9 @@ def test_features_of_a_frozen_backbone_are_those_of_the_head(kept: bool) -> None
     batch, out, teacher = example()
     assert teacher is not None
     frozen, old = without_trained_stages(out, kept), without_trained_stages(teacher, kept)
-    ilt = ILT().losses(batch, frozen, old, SECOND)["features"]
+    ilt = normalised(ILT().losses(batch, frozen, old, SECOND), batch)["features"]
     torch.testing.assert_close(ilt, 100 * (out.embedding - teacher.embedding).square().mean())
-    pod = plop_with([1.0, 1.0, 1.0]).losses(batch, frozen, old, SECOND)["pod"]
+    pod = normalised(plop_with([1.0, 1.0, 1.0]).losses(batch, frozen, old, SECOND), batch)["pod"]
     torch.testing.assert_close(pod, 0.01 * math.sqrt(2) / 2 * local_pod([out.embedding], [teacher.embedding]))
 
 
@@ -211,13 +213,13 @@ def grown(method: Method) -> tuple[Segmenter, StepContext]:
     model = Segmenter(ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 1, 1), norm="group"), True)
     model.grow(Increment(FIRST.names, FIRST.new))
     torch.nn.init.normal_(model.classifiers[0].get_parameter("weight"))
-    method.begin_step(StepContext(FIRST, model, None, lambda: iter([])))
+    method.begin_step(StepContext(FIRST, model, None, StepImages(lambda: iter([]))))
     teacher = model.frozen_copy()
     model.grow(Increment(SECOND.names, SECOND.new))
     labels = torch.randint(0, 2, (2, 24, 24), generator=torch.Generator().manual_seed(1), dtype=torch.uint8) * 3
     batch = make_batch(labels)
     batch.inputs = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(2))
-    return model, StepContext(SECOND, model, teacher, lambda: iter([batch]))
+    return model, StepContext(SECOND, model, teacher, StepImages(lambda: iter([batch])))
 
 
 @pytest.mark.parametrize("method", [MiB(), PLOP()], ids=["mib", "plop"])
@@ -302,7 +304,7 @@ def test_thresholds_are_medians_to_a_bin() -> None:
         batch = make_batch(torch.where(labels == 2, IGNORE, labels * 3))
         batch.inputs = torch.randn(number, 3, 24, 20, generator=generator)
         batches.append(batch)
-    context.batches = lambda: iter(batches)
+    context = replace(context, images=StepImages(lambda: iter(batches)))
     method.begin_step(context)
     found = method.state()["thresholds"]
     assert found.dtype == torch.float32
@@ -331,7 +333,7 @@ def test_thresholds_have_a_floor() -> None:
     for parameter in context.teacher.classifiers.parameters():
         parameter.mul_(1000)  # sure of itself everywhere
     method.begin_step(context)
-    assert float(entropy_thresholds(context.teacher, context.batches()).max()) < 1e-6
+    assert float(entropy_thresholds(context.teacher, context.images.batches()).max()) < 1e-6
     torch.testing.assert_close(method.state()["thresholds"], torch.full((3,), 0.001))
 
 
@@ -407,17 +409,17 @@ def test_a_step_starts_at_the_teacher() -> None:
     model, context = grown(method)
     method.begin_step(context)
     assert context.teacher is not None
-    (batch,) = context.batches()
+    (batch,) = context.images.batches()
     with torch.no_grad():
         teacher = context.teacher(batch.inputs)
-    losses = method.losses(batch, model(batch.inputs), teacher, SECOND)
+    losses = normalised(method.losses(batch, model(batch.inputs), teacher, SECOND), batch)
     assert float(losses["pod"].detach()) == 0
     assert float(losses["pod_logits"].detach()) < 1e-7
 
 
 def test_the_first_step_leaves_no_state() -> None:
     method = plop_with([0.1, 0.2])
-    method.begin_step(StepContext(FIRST, grown(method)[0], None, lambda: iter([])))
+    method.begin_step(StepContext(FIRST, grown(method)[0], None, StepImages(lambda: iter([]))))
     assert method.state() == {}
 
 

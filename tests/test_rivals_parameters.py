@@ -16,18 +16,14 @@ from incseg.config import RunConfig
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
 from incseg.files import read_tensors
-from incseg.losses.sigmoid import (
-    binary_cross_entropy,
-    binary_distillation,
-    decompose,
-    foreground_prediction,
-    sure_background,
-)
-from incseg.methods.base import StepContext
+from incseg.losses.means import normalised
+from incseg.losses.sigmoid import binary_cross_entropy, binary_distillation, decompose, sure_background
+from incseg.methods.base import StepContext, StepImages
 from incseg.methods.dkd import DKD
 from incseg.methods.ssul import SSUL
 from incseg.models.fusion import fuse, fusion_share
 from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.outputs.sigmoid import foreground_prediction
 from incseg.presets import PRESETS, preset_for
 from incseg.protocol import Protocol
 from incseg.run import train
@@ -253,14 +249,15 @@ class DKDScene:
             self.model.grow(Increment(step.names, step.new, 4))
             if step.index == 0:
                 torch.nn.init.normal_(self.model.classifiers[0].get_parameter("weight"), std=0.5)
-            self.method.begin_step(StepContext(step, self.model, self.teacher, lambda: iter(())))
+            self.method.begin_step(StepContext(step, self.model, self.teacher, StepImages(lambda: iter(()))))
 
     def losses(self, labels: Tensor) -> tuple[dict[str, Tensor], Output, Output]:
         images = draw(2, 3, 16, 16, seed=7)
         counts = torch.bincount(labels.flatten(), minlength=256).double()
         assert self.teacher is not None
         out, teacher = self.model(images), self.teacher(images)
-        return self.method.losses(Batch(images, labels, counts), out, teacher, STEPS[1]), out, teacher
+        batch = Batch(images, labels, counts)
+        return normalised(self.method.losses(batch, out, teacher, STEPS[1]), batch), out, teacher
 
 
 def test_new_classifiers_start_as_the_auxiliary_one() -> None:
@@ -343,7 +340,7 @@ def test_dkd_weighs_positive_pixels_in_step_0_alone() -> None:
     first: dict[float, Tensor] = {}
     for weight in (1.0, 2.0):
         method = DKD(DKD.Config(positive_weight=weight))
-        method.begin_step(StepContext(STEPS[0], model, None, lambda: iter(())))
+        method.begin_step(StepContext(STEPS[0], model, None, StepImages(lambda: iter(()))))
         losses = method.losses(Batch(images, labels, counts), out, None, STEPS[0])
         assert set(losses) == {"bce", "auxiliary"}
         first[weight] = losses["bce"]
@@ -361,12 +358,13 @@ def test_dkd_weighs_positive_pixels_in_step_0_alone() -> None:
     assert all(torch.equal(plain[name], weighed[name]) for name in plain)
 
 
-def test_steps_cached_before_positive_weight_are_still_found() -> None:
+def test_a_recipe_names_the_options_that_differ_from_their_defaults() -> None:
     name = {"method": "incseg.methods.dkd:DKD"}
-    later = {**name, "lambda_kd": 5.0, "lambda_dkd": 5.0, "lambda_auxiliary": 1.0}
-    assert DKD().recipe(0) == {**name, "lambda_auxiliary": 1.0}
-    assert DKD().recipe(1) == DKD(DKD.Config(positive_weight=2.0)).recipe(1) == later
-    assert DKD(DKD.Config(positive_weight=2.0)).recipe(0) == {**DKD().recipe(0), "positive_weight": 2.0}
+    assert DKD().recipe(0) == DKD().recipe(1) == name
+    assert DKD(DKD.Config(positive_weight=2.0)).recipe(0) == {**name, "positive_weight": 2.0}
+    distilling = DKD(DKD.Config(lambda_dkd=1.0))
+    assert distilling.recipe(0) == name
+    assert distilling.recipe(1) == {**name, "lambda_dkd": 1.0}
 
 
 def test_a_run_begun_before_positive_weight_goes_on(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from incseg.losses.softmax import cross_entropy_per_image, cross_entropy_sum, normalised_entropy, softmax_prediction
+from incseg.losses.softmax import cross_entropy_per_image, cross_entropy_sum
+from incseg.outputs.softmax import normalised_entropy, softmax_prediction
 from incseg.types import IGNORE
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from incseg.data import SOURCES
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import RunDir, flatten, read_config
 from incseg.engine.runtime import Precision
@@ -23,7 +24,8 @@ from incseg.engine.trainer import TrainConfig
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.segmenter import ModelConfig
-from incseg.presets import DEFAULT_PRESET, preset_for
+from incseg.names import require_named_by_user
+from incseg.presets import PRESETS, default_preset, preset_for
 from incseg.settings import Affects, changed_values, names_affecting, setting
 from incseg.types import UserError
 
@@ -37,7 +39,7 @@ class DataConfig:
     """Where images come from.
 
     Args:
-        name: shapes, voc, ade20k or folder.
+        name: shapes, voc, ade20k, folder, or package.module:Class.
         root: folder of the dataset; shapes needs none.
         presence: file of the classes in each training image, instead of reading all masks once.
         classes_file: of folder, where it is not classes.txt in the root.
@@ -139,7 +141,7 @@ class RunConfig:
             return Path(self.out)
         method = str(self.method["name"]).replace(":", ".")
         task = "".join(c if c.isalnum() or c in "-_." else "_" for c in self.task)[:60]
-        return Path("runs") / f"{self.data.name}-{task}-{self.setting}-{method}-s{self.seed}"
+        return Path("runs") / f"{self.data.name.replace(':', '.')}-{task}-{self.setting}-{method}-s{self.seed}"
 
 
 GROUPS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
@@ -167,9 +169,7 @@ def settings_affecting(*what: Affects) -> frozenset[str]:
 
 def method_options(method: type[Method], *what: Affects) -> frozenset[str]:
     """Return the names of a method's options that affect one of `what`."""
-    declared: dict[str, frozenset[str]] = {"inference": method.inference_options, "later": method.later_options}
-    other = {each.name for each in dataclasses.fields(method.Config)}.difference(*declared.values())
-    return frozenset().union(*({"training": frozenset(other), **declared}.get(kind, frozenset()) for kind in what))
+    return names_affecting(method.Config, *what)
 
 
 def differing_settings(there: dict[str, Any], here: dict[str, Any]) -> str:
@@ -238,11 +238,11 @@ def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
     A method from outside is not imported for it, so that none of its options counts as usual.
     """
     method, data = config["method"]["name"], config["data"]["name"]
-    preset = config["preset"] or DEFAULT_PRESET.get(data, "shapes")
+    preset = config["preset"] or (default_preset(data) if data in SOURCES else "shapes")
     usual = {**RunConfig(preset=preset).as_dict(), "method": {"name": method}}
     if method in METHODS:
         usual["method"] |= dataclasses.asdict(METHODS[method].Config())
-    for key, value in preset_for(preset, method).items():
+    for key, value in (preset_for(preset, method) if preset in PRESETS else {}).items():
         usual[key] = {**usual[key], **value} if isinstance(value, dict) else value
     return usual
 
@@ -250,11 +250,20 @@ def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
 # --- config.yaml ---------------------------------------------------------------------------------------------
 
 
+def named_code(values: dict[str, Any]) -> dict[str, object]:
+    """Return the names in a configuration that may stand for code outside incseg, by what they name."""
+    return {
+        "dataset": values["data"].get("name"),
+        **{key: values["model"].get(key) for key in ("backbone", "classifier")},
+    }
+
+
 def load_run_config(folder: Path) -> RunConfig:
     """Return the configuration that a run was made with."""
     values = read_config(RunDir(folder).config, "method", *GROUPS)
     if not isinstance(values["method"].get("name"), str):
         raise UserError(f"{folder}/config.yaml lacks 'method.name', which every run has; restore it or start a new run")
+    require_named_by_user(f"{folder}/config.yaml", named_code(values))
     try:
         for name, kind in GROUPS.items():
             _require_types(kind, values[name])

@@ -1,10 +1,16 @@
-"""Names that a user typed: refuse the unknown ones and say which was probably meant; import what is the user's own."""
+"""Names that a user typed: refuse the unknown ones and say which was probably meant; import what is the user's own.
+
+No file makes us import code by itself: what a model file or a config.yaml names as `package.module:name` is imported
+only if the user named it too, on the command line, in Python or in INCSEG_TRUST."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from incseg.errors import UserError
@@ -40,3 +46,41 @@ def import_named(kind: str, name: str, form: str) -> Any:
         raise UserError(
             f"{kind} '{name}' cannot be imported ({error}); write {form} and see that it is on PYTHONPATH"
         ) from error
+
+
+def find_class(kind: str, name: str, known: Mapping[str, Any], base: type) -> Any:
+    """Return what `known` has under a name, or the subclass of `base` that `package.module:Class` leads to."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise UserError(unknown(kind, name, known) + ", or package.module:Class of your own")
+    found = import_named(kind, name, "package.module:Class")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(
+            f"{kind} '{name}' is not a subclass of {base.__module__}.{base.__name__}; derive it from that class"
+        )
+    return found
+
+
+TRUSTED = "INCSEG_TRUST"
+"""Environment variable: names that the user gave, separated by commas. Child processes inherit it."""
+
+
+def trust_named(tokens: Iterable[str]) -> None:
+    """Remember what a command line names as `package.module:name`."""
+    values = [token.rpartition("=")[2] for token in tokens]
+    named = [value for value in values if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value)]
+    if named:
+        os.environ[TRUSTED] = ",".join(sorted({*os.environ.get(TRUSTED, "").split(","), *named} - {""}))
+
+
+def require_named_by_user(file: object, settings: Mapping[str, object]) -> None:
+    """Refuse names of code that only a file gives, as {kind: name}; what is loaded already may be named."""
+    for kind, name in settings.items():
+        if not isinstance(name, str) or ":" not in name or name.startswith("timm:"):
+            continue
+        if name.partition(":")[0] not in sys.modules and name not in os.environ.get(TRUSTED, "").split(","):
+            raise UserError(
+                f"{file} names the {kind} '{name}', which is not part of incseg and would be imported; "
+                f"if you trust it, set {TRUSTED}={name}"
+            )

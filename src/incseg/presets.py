@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from incseg.data import find_source
 from incseg.names import require_known
+from incseg.types import UserError
 
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper, section 4.3: MiB's recipe with batches of 20 and 8, 30 and 60 epochs.
@@ -34,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dkd": {"method": {"positive_weight": 35.0}},
         },
     },
-    # Real VOC on two cores: a frozen backbone, run once per image. Chosen on held-out training images (docs/lab-log.md).
+    # Real VOC on two cores: a frozen backbone, run once per image. Chosen on held-out images (docs/lab-log.md).
     "voc-laptop": {
         "task": "15-1",
         "reuse": True,
@@ -122,8 +124,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-DEFAULT_PRESET = {"shapes": "shapes", "voc": "paper-voc", "ade20k": "paper-ade", "folder": "folder"}
-"""What a dataset takes when no preset is named."""
 DEFAULT_METHOD = {"folder": "analytic"}
 """What a preset is learnt by when no method is named, where it is not evidential: with its sums saved, a model of one's
 own photographs is extended in seconds."""
@@ -136,3 +136,14 @@ def preset_for(name: str, method: str) -> dict[str, Any]:
     for group, values in PRESETS[name].get("for_method", {}).get(method, {}).items():
         settings[group] = {**settings.get(group, {}), **values}
     return settings
+
+
+def default_preset(data: str) -> str:
+    """Return the name of the preset that a dataset takes when none is named."""
+    own = find_source(data).preset
+    if own is None:
+        raise UserError(f"dataset '{data}' has no preset of its own; give --preset, one of {', '.join(PRESETS)}")
+    if isinstance(own, str):
+        return own
+    PRESETS[data] = own
+    return data

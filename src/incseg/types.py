@@ -65,12 +65,13 @@ class Batch:
     labels:  (B, H, W) uint8, learnt indices: 0 background, 1.. in the order of learning, 255 ignored.
     counts:  (256,) float, how many pixels carry each label: the mean over all parts, so that
              dividing a local sum by it and averaging gradients gives the mean over the whole batch.
+    images:  the numbers of the images in the dataset; -1 for one that comes from elsewhere.
     """
 
     inputs: Inputs
     labels: Tensor
     counts: Tensor
-    names: Sequence[str] = ()
+    images: Sequence[int] = ()
 
     @property
     def valid_pixels(self) -> Tensor:
@@ -98,7 +99,7 @@ class Batch:
         if number == 1:
             return [self]
         counts = self.counts / number
-        return [Batch(dealt(i), self.labels[i::number], counts, self.names[i::number]) for i in range(number)]
+        return [Batch(dealt(i), self.labels[i::number], counts, self.images[i::number]) for i in range(number)]
 
 
 @dataclass

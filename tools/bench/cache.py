@@ -16,6 +16,7 @@ from incseg.data.views import EpochOrder
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.runtime import started
 from incseg.engine.trainer import TrainConfig
+from incseg.losses.means import normalised
 from incseg.methods import build_method
 from incseg.models.segmenter import ModelConfig, build_segmenter
 from incseg.presets import preset_for
@@ -43,7 +44,9 @@ def run(settings: Settings) -> list[Section]:
             for inputs, labels, _ in batches:
                 batch = Batch(inputs, labels, torch.bincount(labels.flatten(), minlength=256).float())
                 optimizer.zero_grad(set_to_none=True)
-                torch.stack(list(method.losses(batch, model(inputs), None, step).values())).sum().backward()
+                torch.stack(
+                    list(normalised(method.losses(batch, model(inputs), None, step), batch).values())
+                ).sum().backward()
                 optimizer.step()
 
         def from_cache() -> Iterator[Loaded]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from incseg.losses.means import normalised
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import Evidential
 from incseg.models.segmenter import Segmenter
@@ -87,7 +88,9 @@ def prepare(axis: str, value: int, work: str, settings: Settings) -> Callable[[]
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             taught = teacher(features)
-        torch.stack(list(method.losses(batch, model(features), taught, step).values())).sum().backward()
+        torch.stack(
+            list(normalised(method.losses(batch, model(features), taught, step), batch).values())
+        ).sum().backward()
 
     return update
 

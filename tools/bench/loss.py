@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.losses.background import background_cross_entropy_sum, background_distillation_sum
+from incseg.losses.means import normalised
 from incseg.methods import Evidential, MiB
 from incseg.types import Batch, Output
 from tools.bench.measure import Aim, Figures, Section, Settings, Spread, cost, fresh, ratios
@@ -50,7 +51,9 @@ def prepare(form: str, total: int, old: int, settings: Settings) -> Callable[[],
         if form in ("evidential", "mib"):
             method = Evidential() if form == "evidential" else MiB()
             taught = Output(teacher, teacher) if teacher is not None else None
-            value = torch.stack(list(method.losses(batch, Output(logits, logits), taught, step).values())).sum()
+            value = torch.stack(
+                list(normalised(method.losses(batch, Output(logits, logits), taught, step), batch).values())
+            ).sum()
         else:
             value = _PLAIN[form](_upsample(logits, size), labels, None if teacher is None else _upsample(teacher, size))
         value.backward()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from incseg.engine.runtime import started
+from incseg.losses.means import normalised
 from incseg.models.segmenter import ModelConfig
 from incseg.types import Batch, Output
 from tools.bench.measure import Aim, Section, Settings, in_turn, ratios, seconds
@@ -50,7 +51,9 @@ def _section(name: str, network: ModelConfig, amount: tuple[int, int, int], sett
 
         def loss() -> None:
             z = logits.clone().requires_grad_()
-            torch.stack(list(method.losses(batch, Output(z, z), taught, step).values())).sum().backward()
+            torch.stack(
+                list(normalised(method.losses(batch, Output(z, z), taught, step), batch).values())
+            ).sum().backward()
 
         def repeated(part: int) -> float:
             return seconds(lambda: [(student, teach, loss)[part]() for _ in range(updates)])

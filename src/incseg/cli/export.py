@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The graph takes uint8 RGB (batch, 3, height, width) of any size and gives probabilities, uncertainty, labels "
         "and logits; class names, ids, colours and more are in its metadata: see docs/how-to/predict-and-export.md. "
-        "Options of the model's method are given as --method.NAME=VALUE, such as --method.balancing=odds, and become part of it. "
+        "Options of the model's method are given as --method.NAME=VALUE, such as --method.balancing=odds, and become "
+        "part of it. "
         "Needs pip install 'incseg[onnx]'."
     )
 

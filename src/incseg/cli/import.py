@@ -11,7 +11,6 @@ import incseg
 from incseg.data.folder import read_classes
 from incseg.data.source import voc_palette
 from incseg.engine.trainer import TrainConfig
-from incseg.losses.evidential import deciding_evidence
 from incseg.methods import METHODS
 from incseg.methods.base import CROSS_ENTROPY
 from incseg.methods.evidential import Evidential
@@ -19,6 +18,7 @@ from incseg.models.files import save_segmenter
 from incseg.models.relative import evidential_from_softmax
 from incseg.models.torchvision import read_deeplab
 from incseg.names import require_known
+from incseg.outputs.evidential import deciding_evidence
 from incseg.types import UserError
 
 HELP = "make a model of a DeepLabv3 checkpoint in torchvision's naming, to be extended"

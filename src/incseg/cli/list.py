@@ -11,7 +11,7 @@ from rich.table import Table
 from incseg.data import SOURCES
 from incseg.methods import METHODS
 from incseg.models.backbones import BACKBONES
-from incseg.presets import DEFAULT_PRESET, PRESETS
+from incseg.presets import PRESETS, default_preset
 from incseg.protocol import RULES, SETTINGS, TASKS
 
 HELP = "datasets, tasks, methods, backbones, presets"
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for name, kind in SOURCES.items():
         tasks = ", ".join(TASKS.get(name, ())) or "any A-B, joint, or own groups"
         table.add_row("dataset", name, f"{_first_line(kind)} Tasks: {tasks}")
+    table.add_row("dataset", "package.module:Class", "Your own: see CONTRIBUTING.md.")
     for name, method in METHODS.items():
         table.add_row("method", name, _first_line(sys.modules[method.__module__]))
     table.add_row("method", "package.module:Class", "Your own: see CONTRIBUTING.md.")
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         table.add_row("backbone", name, "")
     table.add_row("backbone", "timm:NAME", "Any model of timm; pip install 'incseg\\[timm]'.")
     for name, settings in PRESETS.items():
-        used = [data for data, preset in DEFAULT_PRESET.items() if preset == name]
+        used = [data for data in SOURCES if default_preset(data) == name]
         default = f"; default of {used[0]}" if used else ""
         model, training = settings["model"], settings["train"]
         table.add_row(

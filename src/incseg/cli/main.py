@@ -16,7 +16,7 @@ from pathlib import Path
 
 import incseg
 from incseg.errors import UserError
-from incseg.names import unknown
+from incseg.names import trust_named, unknown
 
 COMMANDS = (
     "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "remove", "import", "export",
@@ -36,6 +36,7 @@ _REMEDIES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    trust_named(arguments)
     # Read when torch is loaded, which is later. Threads that wait by spinning take the cores from each other as soon as
     # anything else runs: on two busy cores a training step took eight times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

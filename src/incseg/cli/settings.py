@@ -17,11 +17,11 @@ import numpy as np
 from jsonargparse import ArgumentParser, Namespace
 
 from incseg.cli.main import explain, nearest
-from incseg.config import GROUPS, RunConfig
+from incseg.config import GROUPS, RunConfig, named_code
 from incseg.engine.rundir import flatten, read_config
 from incseg.methods import find_method
-from incseg.names import unknown
-from incseg.presets import DEFAULT_METHOD, DEFAULT_PRESET, preset_for
+from incseg.names import require_named_by_user, unknown
+from incseg.presets import DEFAULT_METHOD, default_preset, preset_for
 from incseg.types import UserError
 
 SHORT = {
@@ -61,7 +61,7 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
 
 def _usual(data: str | None, preset: str | None, method: str | None) -> tuple[str, str]:
     """Preset and method of a run, by default those of its dataset."""
-    preset = preset or DEFAULT_PRESET.get(data or "shapes", "shapes")
+    preset = preset or default_preset(data or "shapes")
     return preset, method or DEFAULT_METHOD.get(preset, "evidential")
 
 
@@ -268,6 +268,7 @@ def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
         name = (config[group] if group else config).get(key)
         if not isinstance(name, str | None):
             raise UserError(f"{file}: '{f'{group}.' if group else ''}{key}' holds {name!r}; give a name of incseg list")
+    require_named_by_user(file, named_code(config))
     return config
 
 

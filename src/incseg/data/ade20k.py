@@ -36,6 +36,7 @@ class ADE20k(FileSource):
     """`root` is ADEChallengeData2016 or the folder around it. Label 0 is "unlabelled", not background."""
 
     info = ADE20K_INFO
+    preset = "paper-ade"
 
     def __init__(self, root: PathLike) -> None:
         self.root = _find(Path(root).expanduser())

@@ -38,6 +38,8 @@ class Folder(FileSource):
     void: the value that means "not annotated" in the masks.
     """
 
+    preset = "folder"
+
     def __init__(self, root: PathLike, classes_file: PathLike | None = None, void: int = IGNORE) -> None:
         self.root = Path(root).expanduser()
         if not self.root.is_dir():

@@ -336,6 +336,7 @@ class Shapes(Source):
     """
 
     info = SHAPES_INFO
+    preset = "shapes"
 
     def __init__(self, seed: int = 0, train_size: int = 600, val_size: int = 120, image_size: int = 96) -> None:
         self.seed = _at_least(0, "seed", seed)

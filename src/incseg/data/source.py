@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from PIL import Image
@@ -23,6 +23,8 @@ class Source(ABC):
     """
 
     info: DatasetInfo
+    preset: ClassVar[str | dict[str, Any] | None] = None
+    """The settings that a run on this dataset starts from: the name of a preset, or settings nested as in one."""
     notes: Sequence[str] = ()
     """Lines that the user should read before trusting the numbers, such as a list that had to be replaced."""
 

@@ -53,6 +53,7 @@ class VOC(FileSource):
     """
 
     info = VOC_INFO
+    preset = "paper-voc"
 
     def __init__(self, root: PathLike) -> None:
         self.root = _find(Path(root).expanduser())

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -27,7 +27,8 @@ from incseg.engine.runtime import Runtime, seed_everything
 from incseg.engine.step_cache import StepCache
 from incseg.engine.tensorboard import TensorBoard
 from incseg.files import write_array, write_record, write_tensors
-from incseg.methods.base import Judged, Method, StepContext
+from incseg.losses.means import normalised
+from incseg.methods.base import Judged, Method, StepContext, StepImages
 from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import save_segmenter
 from incseg.models.fusion import fuse, fusion_share
@@ -170,7 +171,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Learn the steps that are not done yet; returns what results.json holds."""
-        if self.train.frozen_later == "model" and not self.method.adds_to_a_frozen_model:
+        if self.train.frozen_later == "model" and self.method.background_output:
             raise UserError(
                 "train.frozen_later is model, and this method cannot add classes to a model that stays as it is; use "
                 "evidential, or another value"
@@ -215,10 +216,8 @@ class Trainer:
         if kept is not None:
             self.model, progress = kept.restore(self.method, self.runtime.device), kept.progress
             to_keep = self.method.complete(self._context(step, None)) and kept is not self.warm_start
-        elif self.method.solves(step):
-            progress = self._solve(step)
         else:
-            progress = self._train(step)
+            progress = self._solve(step) or self._train(step)
         evaluated = time.monotonic()
         counts = self.evaluator.count(self.model, self.method, step)
         row = {
@@ -266,29 +265,21 @@ class Trainer:
             self.model.shift_newest(self._judge(step).shift)
         return progress
 
-    def _solve(self, step: Step) -> Progress:
-        """Learn the step in closed form: one pass over its images."""
+    def _solve(self, step: Step) -> Progress | None:
+        """Learn the step in closed form, by one pass over its images; None where the method does not."""
         started = time.monotonic()
-        context = self._context(step, None)
-        self.method.solve(context)
-        if self._may_look(step):
-            self.method.tune(context, lambda: self._judge(step))
-        return Progress(seconds=time.monotonic() - started)
+        solved = self.method.solve(self._context(step, None))
+        return Progress(seconds=time.monotonic() - started) if solved else None
 
     def _context(self, step: Step, teacher: Segmenter | None) -> StepContext:
-        return StepContext(
-            step=step,
-            model=self.model,
-            teacher=teacher,
+        images = StepImages(
             batches=lambda positions=None: self._plain_batches(step, positions),
-            mean=self.runtime.mean,
-            inputs=self._inputs,
-            total=self.runtime.sum,
-            share=self.runtime.share,
-            say=log.info,
+            number=len(self.loaders.train_images[step.index]),
             label_counts=lambda: self.loaders.label_counts(step),
-            num_images=len(self.loaders.train_images[step.index]),
+            inputs=self._inputs,
         )
+        judged = (lambda: self._judge(step)) if self._may_look(step) else None
+        return StepContext(step, self.model, teacher, images, self.runtime, judged, log.info)
 
     def _may_look(self, step: Step) -> bool:
         """Whether held-back images may help to choose how boldly new classes are predicted."""
@@ -338,11 +329,12 @@ class Trainer:
 
         what = f"step {step.index}/{len(self.protocol.steps) - 1}"
         with show_progress(what, total, progress.iteration) as advance, _interruptible() as stop:
-            for inputs, labels, _ in self.loaders.training(step, order):
+            for inputs, labels, images in self.loaders.training(step, order):
                 iteration = progress.iteration
                 for group in optimizer.param_groups:
                     group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
-                terms, norm = self._update(wrapped, teacher, optimizer, scaler, inputs, labels, step, iteration)
+                batch = self._to_batch(inputs, labels, images)
+                terms, norm = self._update(wrapped, teacher, optimizer, scaler, batch, step, iteration)
                 progress.add(terms, norm, starts_epoch=iteration % per_epoch == 0)
                 means = "  ".join(f"{name} {value:.3f}" for name, value in progress.mean_losses.items())
                 advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
@@ -367,24 +359,21 @@ class Trainer:
 
     def _update(
         self, wrapped: nn.Module, teacher: Segmenter | None, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler,
-        inputs: Inputs, labels: Tensor, step: Step, iteration: int,
+        batch: Batch, step: Step, iteration: int,
     ) -> tuple[dict[str, float], float]:  # fmt: skip
         """One optimiser update: the losses and the norm of their gradient; stops the run before it does harm if one of
         them is not finite."""
-        parts = self.method.extend(self._to_batch(inputs, labels)).parts(self.train.accumulate or 1)
+        parts = self.method.extend(batch).parts(self.train.accumulate or 1)
         optimizer.zero_grad(set_to_none=True)
-        if self.method.needs_batch_sums and len(parts) > 1:
-            with torch.no_grad(), _buffers_kept(self.model):
-                outputs = ((part, *self._forward(self.model, teacher, part)) for part in parts)
-                sums = [self.method.batch_sums(part, out, old, step) for part, out, old in outputs]
-            self.method.take_batch_sums(self.runtime.mean(torch.stack(sums).mean(0)), step)
+        if len(parts) > 1:
+            self.method.before_update(lambda of: self._average(of, parts, teacher), step)
         values = torch.zeros(())
         for number, part in enumerate(parts, start=1):
             with self.runtime.synced(wrapped, now=number == len(parts)):
                 out, old = self._forward(wrapped, teacher, part)
-                if self.method.needs_batch_sums and len(parts) == 1:
-                    self.method.take_batch_sums(self.runtime.mean(self.method.batch_sums(part, out, old, step)), step)
-                losses = self.method.losses(part, out, old, step)
+                if len(parts) == 1:
+                    self.method.before_update(lambda of: self.runtime.mean(of(part, out, old)), step)  # noqa: B023
+                losses = normalised(self.method.losses(part, out, old, step), part)
                 terms_of_part = torch.stack(list(losses.values())) / len(parts)
                 scaler.scale(terms_of_part.sum()).backward()
             values = values.to(terms_of_part) + terms_of_part.detach()
@@ -414,13 +403,21 @@ class Trainer:
                     old = teacher(batch.inputs)
             return model(batch.inputs), old
 
-    def _to_batch(self, inputs: Inputs, labels: Tensor, alone: bool = False) -> Batch:
+    def _average(
+        self, of: Callable[[Batch, Output, Output | None], Tensor], parts: list[Batch], teacher: Segmenter | None
+    ) -> Tensor:
+        """The mean of a function of (batch, output, teacher's output) over all micro-batches of all processes."""
+        with torch.no_grad(), _buffers_kept(self.model):
+            found = [of(part, *self._forward(self.model, teacher, part)) for part in parts]
+        return self.runtime.mean(torch.stack(found).mean(0))
+
+    def _to_batch(self, inputs: Inputs, labels: Tensor, images: Sequence[int], alone: bool = False) -> Batch:
         """A batch on the device; its counts are the mean over all processes, or those of this one `alone`."""
         labels = labels.to(self.runtime.device, non_blocking=True)
         if self.train.uses("channels_last") and isinstance(inputs, Tensor):
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         counts = torch.bincount(labels.flatten(), minlength=256).float()
-        return Batch(self.runtime.move(inputs), labels, counts if alone else self.runtime.mean(counts))
+        return Batch(self.runtime.move(inputs), labels, counts if alone else self.runtime.mean(counts), images)
 
     def _inputs(self, images: Sequence[Image.Image]) -> Inputs:
         """Photographs from elsewhere, as the loaders give them."""
@@ -443,8 +440,8 @@ class Trainer:
         method makes of them is the same in each. With `positions`, those that it asks for."""
         images = len(self.loaders.train_images[step.index] if positions is None else positions)
         loaded = self.loaders.plain(step, self.evaluator.config.batch_size, positions)
-        for inputs, labels, _ in with_progress(loaded, f"looking at step {step.index}", images):
-            yield self._to_batch(inputs, labels, alone=True)
+        for inputs, labels, indices in with_progress(loaded, f"looking at step {step.index}", images):
+            yield self._to_batch(inputs, labels, indices, alone=True)
 
     def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
         self.folder.require_there()

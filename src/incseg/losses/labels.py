@@ -19,7 +19,7 @@ def shifted(labels: Tensor, skipped: int) -> Tensor:
     return torch.where(keep, labels, labels - skipped)
 
 
-def painted(labels: Tensor, other: Tensor) -> Tensor:
+def fill_background(labels: Tensor, other: Tensor) -> Tensor:
     """Background pixels take the label that `other` gives them, all others keep their own.
 
     labels (…) uint8; other, of the same shape, is background where it knows nothing better: then nothing changes.

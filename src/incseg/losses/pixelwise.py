@@ -8,7 +8,7 @@ here a loss sees one strip after the other, and its gradient is carried back to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from incseg.losses.means import PixelTerm, pixel_scalar
+from incseg.types import Batch
+
 STRIP_ELEMENTS = 1 << 20
 """Upsampled values per strip: small enough to stay in the processor's cache, large enough to keep it busy."""
 _BLOCK = 512
 
-PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], dict[str, Tensor]]
-"""(logits, labels, teacher's logits) of a strip → named sums over its pixels, already weighted and divided
-by the batch's own constants, so that the sums of all strips add up to the loss. Only the logits get a
-gradient: parameters that the function itself holds do not."""
-ClosedForm = Callable[[Tensor, Tensor, "Tensor | None"], "tuple[dict[str, Tensor], Tensor] | None"]
-"""The same terms and the gradient of their sum by the logits, without autograd; None where it does not hold."""
+PixelLoss = Callable[[Tensor, Tensor, "Tensor | None"], Mapping[str, PixelTerm]]
+"""(logits, labels, teacher's logits) of a strip of rows → named terms of its pixels. Only the logits get a gradient:
+parameters that the function itself holds do not."""
 
 
 @lru_cache(maxsize=64)
@@ -136,12 +136,12 @@ class _StripwiseLoss(torch.autograd.Function):
         teacher: Tensor | None,
         labels: Tensor,
         loss: PixelLoss,
+        batch: Batch,
         names: list[str],
-        closed: ClosedForm | None,
     ) -> Tensor:
-        terms, gradient = _run_strips(logits, teacher, labels, loss, names, None, ctx.needs_input_grad[0], closed)
+        terms, gradient = _run_strips(logits, teacher, labels, loss, batch, names, None, ctx.needs_input_grad[0])
         ctx.save_for_backward(logits, teacher, labels, gradient)
-        ctx.loss, ctx.names = loss, names
+        ctx.loss, ctx.batch = loss, batch
         return terms
 
     @staticmethod
@@ -151,7 +151,7 @@ class _StripwiseLoss(torch.autograd.Function):
         if bool((upstream == upstream[0]).all()):  # the terms were summed, as the trainer does
             return gradient * upstream[0], None, None, None, None, None
         with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-            _, gradient = _run_strips(logits, teacher, labels, ctx.loss, list(ctx.names), upstream, True)
+            _, gradient = _run_strips(logits, teacher, labels, ctx.loss, ctx.batch, [], upstream, True)
         return gradient, None, None, None, None, None
 
 
@@ -160,10 +160,10 @@ def _run_strips(
     teacher: Tensor | None,
     labels: Tensor,
     loss: PixelLoss,
+    batch: Batch,
     names: list[str],
     weights: Tensor | None,
     with_gradient: bool,
-    closed: ClosedForm | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum the loss over strips; with `weights`, the gradient is that of the weighted sum of the terms."""
     height, width = labels.shape[-2:]
@@ -171,60 +171,42 @@ def _run_strips(
     teacher_up = _Upsampler(teacher, (height, width)) if teacher is not None else None
     wide_gradient = torch.zeros_like(student_up.wide) if with_gradient else None
     rows = _rows_per_strip(logits, width)
-    sums: Tensor | None = None
-    for start in range(0, height, rows):
-        stop = min(start + rows, height)
+
+    held: list[Tensor] = []
+
+    def terms_of(start: int, stop: int) -> Tensor:
+        """Everything of a strip dies with this call but its gradient, so that the next finds its memory free. With
+        nothing held, the allocator would give memory back to the system and ask for it again."""
         teacher_strip = teacher_up.strip(start, stop) if teacher_up is not None else None
-        strip = student_up.strip(start, stop)
-        strip_gradient: Tensor | None
-        strip_labels = labels[:, start:stop]
-        found = closed(strip, strip_labels, teacher_strip) if closed and with_gradient else None
-        if found is not None:
-            named, strip_gradient = found
-            terms = torch.stack(list(named.values()))
-        else:
-            named, terms, strip_gradient = _by_autograd(
-                loss, strip, strip_labels, teacher_strip, weights, with_gradient
-            )
+        strip = student_up.strip(start, stop).requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
+            named = loss(strip, labels[:, start:stop], teacher_strip)
+            terms = torch.stack([pixel_scalar(term, batch, in_strips=True) for term in named.values()])
         names[:] = named
-        if wide_gradient is not None and strip_gradient is not None:
-            student_up.add_gradient(wide_gradient, strip_gradient, start, stop)
-        sums = terms.detach() if sums is None else sums + terms.detach()
-    assert sums is not None
+        if wide_gradient is not None and terms.requires_grad:
+            (gradient,) = torch.autograd.grad(terms, strip, torch.ones_like(terms) if weights is None else weights)
+            student_up.add_gradient(wide_gradient, gradient, start, stop)
+            held[:] = [gradient]
+        return terms.detach()
+
+    sums = terms_of(0, min(rows, height))
+    for start in range(rows, height, rows):
+        sums = sums + terms_of(start, min(start + rows, height))
     return sums, student_up.finish_gradient(wide_gradient) if wide_gradient is not None else None
-
-
-def _by_autograd(
-    loss: PixelLoss,
-    strip: Tensor,
-    labels: Tensor,
-    teacher_strip: Tensor | None,
-    weights: Tensor | None,
-    with_gradient: bool,
-) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    strip = strip.requires_grad_(with_gradient)
-    with torch.set_grad_enabled(with_gradient):
-        named = loss(strip, labels, teacher_strip)
-        terms = torch.stack(list(named.values()))
-    if not (with_gradient and terms.requires_grad):
-        return named, terms, None
-    (gradient,) = torch.autograd.grad(terms, strip, weights if weights is not None else torch.ones_like(terms))
-    return named, terms.detach(), gradient
 
 
 def pixelwise(
     loss: PixelLoss,
+    batch: Batch,
     logits: Tensor,
-    labels: Tensor,
     teacher_logits: Tensor | None = None,
-    closed: ClosedForm | None = None,
+    labels: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Upsample to the labels' size, apply `loss` to every pixel and add up, strip by strip.
+    """Upsample to the labels' size, apply `loss` to every pixel and normalise its terms, strip by strip.
 
-    logits (B, C, h, w), teacher_logits (B, C', h, w) or None, labels (B, H, W). Returns the named terms
-    as scalars with gradient, equal to applying `loss` to `F.interpolate(logits, (H, W), mode="bilinear")`.
-    Half precision is raised to float32 first. The teacher gets no gradient. `closed` is asked first, where it is given
-    and the terms are summed.
+    logits (B, C, h, w), teacher_logits (B, C', h, w) or None, labels (B, H, W), by default the batch's. Returns the
+    named terms as scalars with gradient, equal to applying `loss` to `F.interpolate(logits, (H, W), mode="bilinear")`.
+    Half precision is raised to float32 first. The teacher gets no gradient.
     """
     names: list[str] = []
     teacher = (
@@ -236,5 +218,5 @@ def pixelwise(
         student = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if not torch.is_grad_enabled():
             student = student.detach()  # else a Function takes the gradient for needed
-        terms = _StripwiseLoss.apply(student, teacher, labels, loss, names, closed)
+        terms = _StripwiseLoss.apply(student, teacher, batch.labels if labels is None else labels, loss, batch, names)
     return dict(zip(names, terms.unbind(), strict=True))

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.losses.softmax import softmax_prediction
-from incseg.types import BACKGROUND, IGNORE, Prediction
+from incseg.types import BACKGROUND, IGNORE
 
 
 def log_one_plus_exp(z: Tensor) -> Tensor:
@@ -64,23 +63,3 @@ def decompose(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     weight (C, D, 1, 1) → two of (B, C, h, w). They sum to the logits without bias.
     """
     return F.conv2d(features, weight.clamp(min=0)), F.conv2d(features, weight.clamp(max=0))
-
-
-def foreground_prediction(logits: Tensor) -> Prediction:
-    """Scores of foreground classes only: background, of score zero, wins where no sigmoid exceeds a half."""
-    return softmax_prediction(torch.cat([torch.zeros_like(logits[:, :1]), logits], dim=1))
-
-
-def sigmoid_prediction(logits: Tensor) -> Prediction:
-    """The output with the highest score, background among them.
-
-    Probabilities are the sigmoids divided by their sum, formed by logarithms so that scores which are all far below
-    zero still have one; they keep the order of the scores. The uncertainty is 1 − max_c σ(z_c): one where no output
-    says yes, which a softmax cannot express.
-    """
-    highest = logits.max(1)
-    return Prediction(
-        labels=highest.indices.to(torch.uint8),
-        probabilities=lambda: F.logsigmoid(logits).softmax(1),
-        uncertainty=lambda: (-highest.values).sigmoid(),
-    )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.types import IGNORE, Prediction
+from incseg.types import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -19,15 +16,3 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy_per_image(logits: Tensor, labels: Tensor) -> Tensor:
     """(B,) Σ −log softmax(z)_y over each image's pixels that are not ignored: the parts of `cross_entropy_sum`."""
     return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE, reduction="none").flatten(1).sum(1)
-
-
-def normalised_entropy(probabilities: Tensor) -> Tensor:
-    """(B, C, …) → (B, …) entropy over classes as a share of its maximum log C, in [0, 1]."""
-    entropy = -torch.xlogy(probabilities, probabilities).sum(1)
-    return (entropy / math.log(max(probabilities.shape[1], 2))).clamp(0, 1)
-
-
-def softmax_prediction(logits: Tensor) -> Prediction:
-    """Arg-max of the softmax; its uncertainty is the normalised entropy."""
-    labels = logits.max(1).indices.to(torch.uint8)  # argmax(1) takes three times as long on the CPU
-    return Prediction(labels, lambda: logits.softmax(1), lambda: normalised_entropy(logits.softmax(1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from incseg.methods.analytic import Analytic
@@ -22,7 +21,7 @@ from incseg.methods.recall import Recall
 from incseg.methods.rw import RW
 from incseg.methods.sdr import SDR
 from incseg.methods.ssul import SSUL
-from incseg.names import import_named, unknown
+from incseg.names import find_class
 from incseg.types import UserError
 
 METHODS: dict[str, type[Method]] = {
@@ -46,26 +45,15 @@ METHODS: dict[str, type[Method]] = {
 
 
 def find_method(name: str) -> type[Method]:
-    """The class behind a name of METHODS or behind `package.module:Class`."""
-    if name in METHODS:
-        return METHODS[name]
-    if ":" in name:
-        return _import_method(name)
-    raise UserError(unknown("method", name, METHODS) + ", or package.module:Class of your own")
+    """Return the class behind a name of METHODS or behind `package.module:Class`."""
+    return find_class("method", name, METHODS, Method)
 
 
 def build_method(settings: dict[str, Any]) -> Method:
-    """A method from its name and options."""
+    """Return a method from its name and options."""
     options = dict(settings)
     kind = find_method(options.pop("name"))
     try:
         return kind(kind.Config(**options))
     except TypeError as error:
         raise UserError(f"method '{settings['name']}': {error}; see its options with incseg train --help") from error
-
-
-def _import_method(name: str) -> type[Method]:
-    found = import_named("method", name, "package.module:Class")
-    if not (inspect.isclass(found) and issubclass(found, Method)):
-        raise UserError(f"method '{name}' is no subclass of incseg.methods.base.Method; derive it from that class")
-    return found

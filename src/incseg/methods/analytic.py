@@ -30,14 +30,16 @@ from torch import Tensor
 
 from incseg.data.files import read_image
 from incseg.data.unlabelled import image_files
-from incseg.losses.evidential import Rectifier, odds_evidence_probabilities, odds_log_probabilities
 from incseg.losses.least_squares import Sums, cell_targets, fill_background, label_weights
-from incseg.methods.base import Judged, Method, StepContext
+from incseg.losses.means import Term
+from incseg.methods.base import Judged, Method, StepContext, StepImages
 from incseg.methods.evidential import Evidential
 from incseg.metrics.forgetting import ALLOWED, best
 from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.segmenter import Segmenter, resized
+from incseg.outputs.evidential import Rectifier, odds_evidence_probabilities, odds_log_probabilities
 from incseg.protocol import Step
+from incseg.settings import setting
 from incseg.types import BACKGROUND, Batch, Increment, Output, Prediction, UserError
 
 _SAMPLED = 1024
@@ -54,8 +56,6 @@ BOOSTS = (1.0, 4.0, 16.0)
 
 class Analytic(Method):
     background_output = False
-    adds_to_a_frozen_model = True
-    inference_options = frozenset({"sharpness"})
 
     @dataclass
     class Config:
@@ -94,7 +94,7 @@ class Analytic(Method):
         sgd_share: float = 0.7
         shift: float = 0.0
         images: str | None = None
-        sharpness: float = 1.0
+        sharpness: float = setting(1.0, affects="inference")
 
         def __post_init__(self) -> None:
             if not 16 <= self.columns <= 16384:
@@ -132,7 +132,7 @@ class Analytic(Method):
     def begin_step(self, context: StepContext) -> None:
         self._base.begin_step(context)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
         return self._base.losses(batch, out, teacher, step)
 
     def recipe(self, step: int) -> dict[str, Any]:
@@ -146,52 +146,53 @@ class Analytic(Method):
         form, design = context.model.closed_form, self._design()
         if form is not None and (form.design == design or any(i.solved for i in context.model.increments)):
             return False
-        if self.config.images is None and not context.num_images:
+        if self.config.images is None and not len(context.images):
             return False
         context.model.drop_closed_form()  # one of another design
         if self.config.images is not None:
             context.say(f"taking the sums of the old classes from the images in {self.config.images}")
-            self._count(context, self._of_folder(context, Path(self.config.images).expanduser()), found=True)
+            images = _of_folder(context.images, Path(self.config.images).expanduser())
+            self._count(context, images, found=True)
         else:
-            self._count(context, None, found=context.step.index > 0)
+            self._count(context, context.images, found=context.step.index > 0)
         return True
 
     # Later steps: solved.
 
-    def solves(self, step: Step) -> bool:
-        return step.index > 0 or self._base_is_solved
-
-    def solve(self, context: StepContext) -> None:
+    def solve(self, context: StepContext) -> bool:
         """Add the step's classes to the model."""
         model, step = context.model, context.step
+        if step.index == 0 and not self._base_is_solved:
+            return False
         if model.closed_form is None and model.increments:
             context.say(
                 "note: the model has no sums of what it learnt from, so the new classes are solved against these "
                 "images alone and may be seen where they are not; incseg extend --images DIR takes the sums from a "
                 "folder of images that show the old classes"
             )
-        self._count(context, None, found=True)
+        self._count(context, context.images, found=True)
         form = model.closed_form
         assert form is not None
         form.nothing_waits()
         form.sgd_share = self.config.sgd_share
         head = list(model.heads).index(form) + 1
-        model.grow(Increment(step.names, step.new, context.num_images, head, solved=True))
+        model.grow(Increment(step.names, step.new, len(context.images), head, solved=True))
         form.shifts[-len(step.new) :] = self.config.shift
         self._take(form, 1.0)
+        if context.judge is not None:
+            self._tune(model, form, len(step.new), context.judge)
+        return True
 
-    def tune(self, context: StepContext, judge: Callable[[], Judged]) -> None:
+    def _tune(self, model: Segmenter, form: ClosedForm, num_new: int, judge: Callable[[], Judged]) -> None:
         """Try what the cells of the new classes should weigh, and how boldly they are predicted."""
-        form = context.model.closed_form
-        assert form is not None
         judged = []
         for boost in BOOSTS:
             self._take(form, boost)
             judged.append(judge())
         chosen = best([(one.iou, one.kept) for one in judged], ALLOWED)
         self._take(form, BOOSTS[chosen])
-        form.weights[-len(context.step.new) :] *= BOOSTS[chosen]
-        context.model.shift_newest(judged[chosen].shift)
+        form.weights[-num_new:] *= BOOSTS[chosen]
+        model.shift_newest(judged[chosen].shift)
 
     def _take(self, form: ClosedForm, boost: float) -> None:
         """Solve with the cells of the step's own classes weighing `boost` times as much as their number says."""
@@ -249,43 +250,43 @@ class Analytic(Method):
         return self.config.base == "solved"
 
     @torch.no_grad()
-    def _count(self, context: StepContext, batches: Callable[..., Iterable[Batch]] | None, found: bool) -> None:
-        """Add the cells of the step's images to the sums; with `found`, what is background is as the model finds it.
+    def _count(self, context: StepContext, images: StepImages, found: bool) -> None:
+        """Add the cells of the images to the sums; with `found`, what is background is as the model finds it.
 
         The model must not have grown by the step's classes yet.
         """
         model, step = context.model.eval(), context.step
-        batches = batches or context.batches
         form = model.closed_form
         if form is None:
             form = model.add_closed_form(self._design(), self.config.rectifier)
-            self._standardise(model, form, batches, context)
+            sampled = _SAMPLED if images is context.images else _SAMPLED_OF_FOLDER
+            _standardise(model, form, images.batches(range(0, len(images), max(1, len(images) // sampled))))
         labels = len(step.seen) + 1
         form.set_labels(max(labels, form.num_labels))
         pixels = torch.zeros(256, dtype=torch.float64)
         pixels[BACKGROUND] = 1
-        if context.label_counts is not None and batches is context.batches:
-            pixels = context.label_counts().double()
+        if images.label_counts is not None:
+            pixels = images.label_counts().double()
         if found and model.increments and not form.counts.any():
-            shares = self._shares_found(model, batches, context)  # no cell has told yet how frequent old classes are
+            shares = self._shares_found(model, images)  # no cell has told yet how frequent old classes are
             hidden = pixels[BACKGROUND] * shares
             pixels[BACKGROUND] = 0
             pixels += hidden
         columns, device = form.design.columns + 1, form.gram.device
         sums, own, before = Sums.zero(columns, labels, device), Sums.zero(columns, labels, device), form.sums()
         every, passed, first_own = (1, 1), 0, len(step.old) + 1 if found else labels
-        positions = context.share(range(context.num_images))
+        positions = context.processes.share(range(len(images)))
         most = _MOST_CELLS if model.increments and found else _MOST_CELLS_OF_BASE
-        for batch in batches(positions):
+        for batch in images.batches(positions):
             local, image, embedding = model.closed_form_inputs(batch.inputs)
             height, width = local.shape[-2:]
             if not passed:
-                self._weigh(form, pixels, height * width * context.num_images)
-                every = _thinning(pixels, height * width * context.num_images, most)
+                self._weigh(form, pixels, height * width * len(images))
+                every = _thinning(pixels, height * width * len(images), most)
             targets, labelled = cell_targets(batch.labels, height, width, labels)
             targets, labelled = targets.flatten(0, 1), labelled.flatten()
-            images = torch.tensor(positions[passed : passed + len(batch.labels)], device=targets.device)
-            chosen, times = _thinned(targets, labelled, images, every)
+            numbers = torch.tensor(positions[passed : passed + len(batch.labels)], device=targets.device)
+            chosen, times = _thinned(targets, labelled, numbers, every)
             passed += len(batch.labels)
             targets = targets[chosen]
             cells = form.cell_features(_rows(local)[chosen], _rows(image.expand(-1, -1, height, width))[chosen])
@@ -300,10 +301,10 @@ class Analytic(Method):
         self._rest, self._own = form.take_back(step.names, rest, len(step.old) + 1), _over_all(own, context)
         form.take(self._rest + self._own)
 
-    def _shares_found(self, model: Segmenter, batches: Callable[..., Iterable[Batch]], context: StepContext) -> Tensor:
+    def _shares_found(self, model: Segmenter, images: StepImages) -> Tensor:
         """(256,) the share of each label among what the model finds in the background of some images."""
         counts = torch.zeros(256, dtype=torch.float64)
-        for batch in batches(range(0, context.num_images, max(1, context.num_images // _SAMPLED_OF_FOLDER))):
+        for batch in images.batches(range(0, len(images), max(1, len(images) // _SAMPLED_OF_FOLDER))):
             logits = model(batch.inputs).logits
             labels = self.predict(logits, model.increments).labels
             given = F.interpolate(batch.labels[:, None].float(), labels.shape[-2:], mode="nearest")[:, 0]
@@ -325,31 +326,28 @@ class Analytic(Method):
             logits = _rows(resized(model(batch.inputs).logits, size))[chosen]
         return self.predict(logits.T[None, ..., None], model.increments).labels.flatten().long()
 
-    def _standardise(
-        self, model: Segmenter, form: ClosedForm, batches: Callable[..., Iterable[Batch]], context: StepContext
-    ) -> None:
-        every = max(1, context.num_images // (_SAMPLED if batches is context.batches else _SAMPLED_OF_FOLDER))
-        rows = []
-        for batch in batches(range(0, context.num_images, every)):
-            local, image, _ = model.closed_form_inputs(batch.inputs)
-            inputs = torch.cat([local, image.expand(-1, -1, *local.shape[-2:])], 1)
-            rows.append(_rows(inputs)[::7])
-        form.standardise(torch.cat(rows))
 
-    def _of_folder(self, context: StepContext, folder: Path) -> Callable[..., Iterable[Batch]]:
-        """Any images as batches without labels."""
-        files = image_files(folder)
-        context.num_images = len(files)
-        assert context.inputs is not None
+def _standardise(model: Segmenter, form: ClosedForm, batches: Iterable[Batch]) -> None:
+    rows = []
+    for batch in batches:
+        local, image, _ = model.closed_form_inputs(batch.inputs)
+        inputs = torch.cat([local, image.expand(-1, -1, *local.shape[-2:])], 1)
+        rows.append(_rows(inputs)[::7])
+    form.standardise(torch.cat(rows))
 
-        def batches(positions: Sequence[int]) -> Iterable[Batch]:
-            for first in range(0, len(positions), _IMAGES_AT_ONCE):
-                images = [read_image(files[i]) for i in positions[first : first + _IMAGES_AT_ONCE]]
-                inputs = context.inputs(images)  # type: ignore[misc]
-                labels = torch.zeros(len(images), 64, 64, dtype=torch.uint8)
-                yield Batch(inputs, labels, torch.bincount(labels.flatten().long(), minlength=256).float())
 
-        return batches
+def _of_folder(images: StepImages, folder: Path) -> StepImages:
+    """Any images of a folder, without labels."""
+    files, as_inputs = image_files(folder), images.inputs
+    assert as_inputs is not None
+
+    def batches(positions: Sequence[int]) -> Iterable[Batch]:
+        for first in range(0, len(positions), _IMAGES_AT_ONCE):
+            opened = [read_image(files[i]) for i in positions[first : first + _IMAGES_AT_ONCE]]
+            labels = torch.zeros(len(opened), 64, 64, dtype=torch.uint8)
+            yield Batch(as_inputs(opened), labels, torch.bincount(labels.flatten().long(), minlength=256).float())
+
+    return StepImages(batches, len(files))
 
 
 def _labels_of(increments: Sequence[Increment]) -> tuple[list[int], list[int]]:
@@ -363,7 +361,7 @@ def _labels_of(increments: Sequence[Increment]) -> tuple[list[int], list[int]]:
 
 def _over_all(sums: Sums, context: StepContext) -> Sums:
     """The sums over all processes of the run."""
-    return Sums(context.total(sums.gram), context.total(sums.cross), context.total(sums.counts))
+    return Sums(*(context.processes.sum(part) for part in (sums.gram, sums.cross, sums.counts)))
 
 
 def _rows(maps: Tensor) -> Tensor:

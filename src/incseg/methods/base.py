@@ -2,58 +2,70 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 from PIL import Image
 from torch import Tensor, nn
 
+from incseg.losses.means import PixelMean, PixelTerm, Term
+from incseg.losses.pixelwise import pixelwise
+from incseg.losses.softmax import cross_entropy_sum
 from incseg.models.segmenter import Segmenter
+from incseg.outputs.softmax import softmax_prediction
 from incseg.protocol import Step
+from incseg.settings import Affects, changed_values
 from incseg.types import Batch, Increment, Inputs, Output, Prediction
 
 CROSS_ENTROPY = "cross_entropy"
 """Step 0 by plain softmax cross-entropy."""
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+@dataclass(frozen=True)
+class StepImages:
+    """The training images of a step; `len` says how many there are.
 
-
-def _unheard(text: str) -> None:
-    pass
-
-
-@dataclass
-class StepContext:
-    """What the hooks at the ends of a step may look at.
-
-    model:    the network, already grown for the step; its parameters may be changed in `begin_step`.
-    teacher:  the frozen model of the step before, None in step 0.
-    num_images: how many training images the step has.
-    batches:  one pass over the step's training images without augmentation, in order; the same in every process. With
-              a list of positions, over those images alone.
-    mean:     of a tensor over the processes of the run.
-    total:    the sum over them.
-    share:    this process's part of a list; the parts of all make up the whole.
-    say:      a line to the user.
-    inputs:   photographs from elsewhere as this run's model takes them: normalised, or through a kept backbone.
-    label_counts: (256,) how many pixels of the step's training images carry each training label.
+    batches:      one pass over them without augmentation, in order, the same in every process; with a list of
+                  positions, over those images alone.
+    label_counts: (256,) how many of their pixels carry each training label.
+    inputs:       any other images as the model takes them: normalised, or through the frozen backbone.
     """
 
-    step: Step
-    model: Segmenter
-    teacher: Segmenter | None
     batches: Callable[..., Iterable[Batch]]
-    mean: Callable[[Tensor], Tensor] = _as_it_is
-    inputs: Callable[[Sequence[Image.Image]], Inputs] | None = None
-    total: Callable[[Tensor], Tensor] = _as_it_is
-    share: Callable[[Sequence[int]], list[int]] = list
-    say: Callable[[str], None] = _unheard
+    number: int = 0
     label_counts: Callable[[], Tensor] | None = None
-    num_images: int = 0
+    inputs: Callable[[Sequence[Image.Image]], Inputs] | None = None
+
+    def __len__(self) -> int:
+        return self.number
+
+
+class Processes(Protocol):
+    """The processes of a run."""
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a tensor over all of them."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all of them."""
+
+    def share(self, rows: Sequence[int]) -> list[int]:
+        """Return this process's part of a list; the parts of all make up the whole."""
+
+
+class Alone:
+    """The only process."""
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def share(self, rows: Sequence[int]) -> list[int]:
+        return list(rows)
 
 
 @dataclass(frozen=True)
@@ -70,35 +82,46 @@ class Judged:
     shift: float
 
 
-class Method(ABC):
-    """A way to learn classes one step after the other.
+@dataclass(frozen=True)
+class StepContext:
+    """What the hooks at the ends of a step may look at.
 
-    A subclass sets `background_output`, gives a dataclass `Config` of its options (they become
-    `--method.*` flags), and defines `losses` and `predict`. The trainer owns everything else: it grows the
-    network, runs the teacher once per batch, sums the losses, steps the optimiser and saves `state`.
+    model:   the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
+    teacher: the frozen model of the step before; None in step 0.
+    judge:   tests the model as it is on held-back images; None where they may not be looked at.
+    say:     prints a line to the user.
     """
 
-    background_output: ClassVar[bool]
-    """Whether the network's first channel is a background score."""
+    step: Step
+    model: Segmenter
+    teacher: Segmenter | None
+    images: StepImages
+    processes: Processes = field(default_factory=Alone)
+    judge: Callable[[], Judged] | None = None
+    say: Callable[[str], None] = lambda text: None
+
+
+Average = Callable[[Callable[[Batch, Output, Output | None], Tensor]], Tensor]
+"""A function of (batch, output, teacher's output) → its mean over all parts of the batch, in all processes."""
+
+
+class Method:
+    """A way to learn classes one step after the other. As it stands it is fine-tuning by softmax cross-entropy.
+
+    A subclass gives a dataclass `Config` of its options, which become `--method.*` flags, and overrides what it does
+    differently. The trainer owns everything else: it grows the network, runs the teacher once per batch, normalises and
+    sums the losses, steps the optimiser and saves `state`.
+    """
+
+    background_output: ClassVar[bool] = True
+    """Whether the network's first channel is a background score. Without one no output is shared between steps."""
     single_step: ClassVar[bool] = False
     """Whether all classes are learnt at once, whatever the task says."""
-    adds_to_a_frozen_model: ClassVar[bool] = False
-    """Whether a later step can be learnt by its own classifier alone, without a teacher: no output is shared."""
-
-    inference_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that only `predict` reads."""
-    later_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that step 0 does not read."""
     first_step: ClassVar[str | None] = None
     """What step 0 is trained by, where several methods train it alike and can share it. Those of CROSS_ENTROPY have no
     state that step 0's batches make; others that share a name make the same state in step 0."""
-
     revision: ClassVar[int] = 1
-    """Raised where a method trains otherwise than before with the same options: its kept steps are then not reused."""
-
-    needs_batch_sums: ClassVar[bool] = False
-    """Whether `losses` reads more of the whole batch than `Batch.counts`: then `batch_sums` and `take_batch_sums` come
-    before it. With micro-batches that costs another forward pass."""
+    """Raised where a method trains otherwise than before with the same options: cached steps are then not reused."""
 
     own_outputs: ClassVar[bool] = False
     """Whether the outputs mean something of this method's own: it extends its own models only, and nothing else can."""
@@ -110,13 +133,19 @@ class Method(ABC):
     def __init__(self, config: Any = None) -> None:
         self.config = config if config is not None else self.Config()
 
-    @abstractmethod
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        """Named scalar losses, already weighted; the trainer minimises their sum. `teacher` is None in step 0."""
+    # Learning by SGD.
 
-    @abstractmethod
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        """The rule of decision, pixel by pixel, on logits of any size (B, C, H, W)."""
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        """Return the named loss terms of a strip of rows, at the labels' resolution.
+
+        teacher: the teacher's logits, None in step 0.
+        """
+        return {"ce": PixelMean(cross_entropy_sum(logits, labels))}
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        """Return all named loss terms; the trainer normalises them and minimises their sum."""
+        loss = partial(self.pixel_losses, step=step)
+        return {**pixelwise(loss, batch, out.logits, teacher.logits if teacher else None)}
 
     def begin_step(self, context: StepContext) -> None:
         """Before the first batch of a step: initialise classifiers, collect statistics."""
@@ -125,12 +154,11 @@ class Method(ABC):
         """Before a process's batch is cut into micro-batches: a method that replays adds images to it."""
         return batch
 
-    def batch_sums(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> Tensor:
-        """Sums over the images of a part, without gradient."""
-        raise NotImplementedError(f"{type(self).__name__} asks for batch sums and makes none")
+    def before_update(self, average: Average, step: Step) -> None:
+        """Before the first `losses` of an update: take what they need of the whole batch.
 
-    def take_batch_sums(self, sums: Tensor, step: Step) -> None:
-        """Once in an update, before its first `losses`: the mean of `batch_sums` over all parts of the batch."""
+        With micro-batches each call of `average` costs another forward pass.
+        """
 
     def after_backward(self, model: nn.Module) -> None:
         """The gradients of the whole batch are there, the optimiser has not moved yet."""
@@ -138,26 +166,27 @@ class Method(ABC):
     def end_step(self, context: StepContext) -> None:
         """After the last batch: consolidate what the next step will need."""
 
+    # Learning from sums over one pass.
+
+    def solve(self, context: StepContext) -> bool:
+        """Grow the model by the step's classes and set their weights from one pass over its images.
+
+        Return False, having done nothing, where the step is learnt by SGD.
+        """
+        return False
+
     def complete(self, context: StepContext) -> bool:
-        """After a step that another run or another method trained by the same recipe: add what it lacks.
+        """After a step that another run or method trained by the same recipe: add what it lacks.
 
-        Returns whether something was added.
+        Return whether something was added.
         """
         return False
 
-    def solves(self, step: Step) -> bool:
-        """Whether a step is learnt by `solve`, from sums over one pass, and not by SGD."""
-        return False
+    # Both.
 
-    def solve(self, context: StepContext) -> None:
-        """Learn a step from one pass over its images: grow the model by its classes and set their weights."""
-        raise NotImplementedError(f"{type(self).__name__} solves a step and does not say how")
-
-    def tune(self, context: StepContext, judge: Callable[[], Judged]) -> None:
-        """After `solve`, where held-back images may be looked at: choose what they show to be best.
-
-        `judge` says what the model as it is reaches on them.
-        """
+    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
+        """Decide, pixel by pixel, on logits of any size (B, C, H, W)."""
+        return softmax_prediction(logits)
 
     @property
     def closed_form_ridge(self) -> float | None:
@@ -169,16 +198,19 @@ class Method(ABC):
         return None
 
     def recipe(self, step: int) -> dict[str, Any]:
-        """What decides how this method trains a step: where two agree, the trained model can serve both."""
+        """Return what decides how this method trains a step: where two agree, the trained model can serve both."""
         if step == 0 and self.first_step is not None:
             return {"method": self.first_step}
-        left_out = self.inference_options | (self.later_options if step == 0 else frozenset())
-        options = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         revision = {"revision": self.revision} if self.revision > 1 else {}
-        return {"method": f"{type(self).__module__}:{type(self).__qualname__}", **revision, **options}
+        affecting: tuple[Affects, ...] = ("training", "later") if step else ("training",)
+        return {
+            "method": f"{type(self).__module__}:{type(self).__qualname__}",
+            **revision,
+            **changed_values(self.config, *affecting),
+        }
 
     def state(self) -> dict[str, Tensor]:
-        """What must survive an interruption and be carried into the next step."""
+        """Return what must survive an interruption and be carried into the next step."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

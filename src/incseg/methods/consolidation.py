@@ -6,7 +6,7 @@ All three gather all statistics, so that one trained step 0 serves them all; eac
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ from incseg.losses.importance import (
     running_square,
     walk_step,
 )
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.means import Term
 from incseg.methods.base import Method, StepContext
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
+from incseg.types import Batch, Output
 
 FIRST_STEP = "cross_entropy+importance"
 """Step 0 by plain softmax cross-entropy, with the statistics of its gradients."""
@@ -121,9 +120,7 @@ class Consolidation:
 class ConsolidatedMethod(Method):
     """Cross-entropy and the penalty: all of EWC, PI and RW but their importance. `Config` has a `weight`."""
 
-    background_output = True
     first_step = FIRST_STEP
-    later_options = frozenset({"weight"})
     config: Any
 
     def __init__(self, config: Any = None) -> None:
@@ -135,14 +132,8 @@ class ConsolidatedMethod(Method):
     def importance(square: Tensor, path: Tensor, walk: Tensor) -> Tensor:
         """Of a parameter in the next step, from its running g², path importance and walk score."""
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
-            return {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
-
-        return pixelwise(strip, out.logits, batch.labels) | self._held.penalty()
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        return super().losses(batch, out, None, step) | self._held.penalty()
 
     def begin_step(self, context: StepContext) -> None:
         self._held.begin_step(context.model)

@@ -22,29 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from incseg.losses.means import PixelMean, PixelTerm, Term
 from incseg.losses.pixelwise import pixelwise
-from incseg.losses.sigmoid import (
-    binary_cross_entropy,
-    binary_distillation,
-    decompose,
-    foreground_prediction,
-    log_one_plus_exp,
-)
+from incseg.losses.sigmoid import binary_cross_entropy, binary_distillation, decompose, log_one_plus_exp
 from incseg.methods.base import Method, StepContext
 from incseg.models.segmenter import Segmenter
+from incseg.outputs.sigmoid import foreground_prediction
 from incseg.protocol import Step
+from incseg.settings import setting
 from incseg.types import IGNORE, Batch, Increment, Output, Prediction, UserError
 
 
 class DKD(Method):
-    background_output = True
-    later_options = frozenset({"lambda_kd", "lambda_dkd"})
     own_outputs = True  # the first one is not a background score
 
     @dataclass
@@ -59,10 +53,10 @@ class DKD(Method):
                 BCEWithLogitsLoss; the authors take 2 on VOC and 35 on ADE20k, 1 weighs all pixels alike.
         """
 
-        lambda_kd: float = 5.0  # the authors' configuration for VOC, as all below
-        lambda_dkd: float = 5.0
+        lambda_kd: float = setting(5.0, affects="later")  # the authors' configuration for VOC, as all below
+        lambda_dkd: float = setting(5.0, affects="later")
         lambda_auxiliary: float = 1.0
-        positive_weight: float = 1.0  # not the authors': the runs that were made before keep their meaning
+        positive_weight: float = 1.0  # not the authors'
 
         def __post_init__(self) -> None:
             if not self.positive_weight > 0:
@@ -85,58 +79,45 @@ class DKD(Method):
             for name, parameter in newest.named_parameters():
                 parameter.copy_(first.get_parameter(name)[:1].expand_as(parameter))
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
         num_old = len(step.old)
-        kd_scale = self.config.lambda_kd / batch.counts.sum().clamp(min=1)
         positive_weight = self.config.positive_weight if step.index == 0 else 1.0
+        own = binary_cross_entropy(logits[:, num_old + 1 :], labels, num_old + 1, positive_weight)
+        terms: dict[str, PixelTerm] = {"bce": PixelMean(own)}
+        if teacher is not None:
+            kept = binary_distillation(logits[:, 1 : num_old + 1], teacher[:, 1:])
+            terms["kd"] = PixelMean(kept, self.config.lambda_kd, over="all")
+        return terms
 
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            own = binary_cross_entropy(logits[:, num_old + 1 :], labels, num_old + 1, positive_weight)
-            terms = {"bce": own.sum() / batch.valid_pixels}
-            if teacher_logits is not None:
-                old = logits[:, 1 : num_old + 1]
-                terms["kd"] = binary_distillation(old, teacher_logits[:, 1:]).sum() * kd_scale
-            return terms
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        terms = super().losses(batch, out, teacher, step) | self._auxiliary_loss(batch, out)
+        return terms | (self._part_losses(out, teacher) if teacher else {})
 
-        terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher else None)
-        terms |= self._auxiliary_loss(batch, out)
-        return terms | (self._part_losses(batch, out, teacher) if teacher else {})
-
-    def _auxiliary_loss(self, batch: Batch, out: Output) -> dict[str, Tensor]:
+    def _auxiliary_loss(self, batch: Batch, out: Output) -> dict[str, Term]:
         assert self._model is not None
         first = self._model.classifiers[0]
         weight, bias = first.get_parameter("weight")[:1], first.get_parameter("bias")[:1]
-        scale = self.config.lambda_auxiliary / batch.valid_pixels
 
-        def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
-            loss = log_one_plus_exp(logits.squeeze(1))
-            return {"auxiliary": torch.where(labels == IGNORE, 0, loss).sum() * scale}
+        def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, PixelTerm]:
+            loss = torch.where(labels == IGNORE, 0, log_one_plus_exp(logits.squeeze(1)))
+            return {"auxiliary": PixelMean(loss, self.config.lambda_auxiliary)}
 
-        return pixelwise(strip, F.conv2d(out.embedding.detach().to(weight), weight, bias), batch.labels)
+        return {**pixelwise(strip, batch, F.conv2d(out.embedding.detach().to(weight), weight, bias))}
 
-    def _part_losses(self, batch: Batch, out: Output, teacher: Output) -> dict[str, Tensor]:
+    def _part_losses(self, out: Output, teacher: Output) -> dict[str, Term]:
         """Distillation of both parts, at the network's resolution."""
         assert self._model is not None
         assert self._teacher is not None
         weight = _class_weights(self._model)[: self._teacher.num_classes]
         mine = decompose(out.embedding.to(weight), weight)
         theirs = decompose(teacher.embedding.to(weight), _class_weights(self._teacher))
-        height, width = batch.size
-        positions = batch.counts.sum().clamp(min=1) * (out.embedding.shape[-2:].numel() / (height * width))
-        scale = self.config.lambda_dkd / positions
         return {
-            name: binary_distillation(part, old).sum() * scale
+            name: PixelMean(binary_distillation(part, old), self.config.lambda_dkd, over="all")
             for name, part, old in zip(("for", "against"), mine, theirs, strict=True)
         }
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         return foreground_prediction(logits[:, 1:])
-
-    def recipe(self, step: int) -> dict[str, Any]:
-        recipe = super().recipe(step)
-        if step > 0 or self.config.positive_weight == 1:  # steps that were cached before this option are still found
-            del recipe["positive_weight"]
-        return recipe
 
 
 def _class_weights(model: Segmenter) -> Tensor:

@@ -20,56 +20,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.losses.closed_form import cross_entropy_with_gradient, distillation_with_gradient, fits
 from incseg.losses.distillation import local_pod, trained_maps
 from incseg.losses.evidential import (
-    Balancing,
-    Rectifier,
-    balanced_log_probabilities,
-    dirichlet,
     distill_foreground,
     distill_uncertainty,
     evidential_cross_entropy,
-    evidential_labels,
-    evidential_probabilities,
+    evidential_losses,
+    fits,
     foreground_background_weights,
     increments_cross_entropy,
     inverse_frequency_weights,
 )
-from incseg.losses.labels import painted, shifted
+from incseg.losses.labels import fill_background, shifted
+from incseg.losses.means import ImageMean, PixelMean, PixelTerm, Term
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods.base import Method, StepContext
 from incseg.methods.replay import open_replay
 from incseg.models.relative import evidential_from_softmax
 from incseg.models.segmenter import Segmenter
+from incseg.outputs.evidential import Balancing, Rectifier, dirichlet, evidential_labels, evidential_prediction
 from incseg.protocol import Step
+from incseg.settings import setting
 from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction, UserError
 
 
 class Evidential(Method):
     background_output = False
-    adds_to_a_frozen_model = True
-    inference_options = frozenset({"balancing", "prior", "decision", "threshold"})
-    later_options = frozenset(
-        {
-            "scope",
-            "lambda_kd",
-            "kd_reduction",
-            "start_score",
-            "pseudo_labels",
-            "pod",
-            "replay",
-            "generator",
-            "replay_images",
-        }
-    )
 
     @dataclass
     class Config:
@@ -105,23 +86,23 @@ class Evidential(Method):
         """
 
         rectifier: Rectifier = "exp_sigmoid"
-        scope: Literal["increment", "seen"] = "increment"
+        scope: Literal["increment", "seen"] = setting("increment", affects="later")
         lambda_new: float = 1.0
-        lambda_kd: float = 10.0  # paper, section 4.3, as in MiB
-        kd_reduction: Literal["mean", "sum"] = "mean"
-        start_score: float = 0.0
+        lambda_kd: float = setting(10.0, affects="later")  # paper, section 4.3, as in MiB
+        kd_reduction: Literal["mean", "sum"] = setting("mean", affects="later")
+        start_score: float = setting(0.0, affects="later")
         foreground_weight: bool = False
         max_weight: float = 10.0  # paper, section 3.2
         class_weight: float = 0.0
-        pseudo_labels: float | None = None
-        pod: float | None = None
-        replay: str | None = None
-        generator: str | None = None
-        replay_images: int | None = None
-        balancing: Balancing = "ratio"
-        prior: float = 0.0
-        decision: Literal["argmax", "hierarchical"] = "argmax"
-        threshold: float = 0.5
+        pseudo_labels: float | None = setting(None, affects="later")
+        pod: float | None = setting(None, affects="later")
+        replay: str | None = setting(None, affects="later")
+        generator: str | None = setting(None, affects="later")
+        replay_images: int | None = setting(None, affects="later")
+        balancing: Balancing = setting("ratio", affects="inference")
+        prior: float = setting(0.0, affects="inference")
+        decision: Literal["argmax", "hierarchical"] = setting("argmax", affects="inference")
+        threshold: float = setting(0.5, affects="inference")
 
         def __post_init__(self) -> None:
             if self.pseudo_labels is not None and not 0 < self.pseudo_labels <= 1:
@@ -147,8 +128,8 @@ class Evidential(Method):
         self._class_weights: Tensor | None = None
 
     def begin_step(self, context: StepContext) -> None:
-        if self.config.class_weight and context.label_counts is not None:
-            self._class_weights = inverse_frequency_weights(context.label_counts(), self.config.class_weight)
+        if self.config.class_weight and context.images.label_counts is not None:
+            self._class_weights = inverse_frequency_weights(context.images.label_counts(), self.config.class_weight)
         self._old_sizes = tuple(len(increment.classes) for increment in context.model.increments[:-1])
         if self._old_sizes and self.config.start_score:
             with torch.no_grad():
@@ -164,67 +145,50 @@ class Evidential(Method):
         """
         return batch if self._replay is None else replace(self._replay.extend(batch), counts=batch.counts)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
         config = self.config
         num_old = len(step.old)
         skipped = num_old if config.scope == "increment" else 0
-        scales = self._pixel_scales(batch)
-        distills = teacher is not None and config.lambda_kd > 0
-        kd_scale = config.lambda_kd / batch.counts.sum().clamp(min=1)
-        fg_divisor = num_old if config.kd_reduction == "mean" else 1
+        weights = self._pixel_weights(batch)
+        distills = config.lambda_kd > 0
+        kd_classes = num_old if config.kd_reduction == "mean" else 1
+        read = teacher.logits if teacher and (distills or config.pseudo_labels is not None) else None
+        # upsampled scores lie between those of the network, so that most often one look is enough for all strips
+        all_fit = fits(out.logits, *([] if read is None else [read]))
 
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            sure = self._sure_labels(labels, teacher_logits)
+        def strip(logits: Tensor, labels: Tensor, old: Tensor | None) -> dict[str, PixelTerm]:
+            sure = self._sure_labels(labels, old)
             if sure is not None and config.scope == "seen":
-                labels = painted(labels, sure)
-            foreground_scale, background_scale = scales(labels)
-            foreground, background = evidential_cross_entropy(
-                logits[:, skipped:], shifted(labels, skipped), config.rectifier
-            )
-            terms = {"new": _weighted_sum(foreground_scale, foreground) + background_scale * background.sum()}
+                labels = fill_background(labels, sure)
+            in_scope, kd = shifted(labels, skipped), list[Tensor]()
+            of_foreground, of_background = weights(labels)
+            if config.pseudo_labels is None and (all_fit or fits(logits, *([] if old is None else [old]))):
+                foreground, background, *kd = evidential_losses(logits, in_scope, old, skipped, config.rectifier)
+            else:
+                foreground, background = evidential_cross_entropy(logits[:, skipped:], in_scope, config.rectifier)
+                foreground, background = foreground if of_foreground.ndim else foreground.sum(), background.sum()
+                if old is not None and distills:
+                    student, old_ = dirichlet(logits[:, :num_old], config.rectifier), dirichlet(old, config.rectifier)
+                    kd = [distill_foreground(student, old_), distill_uncertainty(student, old_)]
+            terms: dict[str, PixelTerm] = {
+                "new": (
+                    PixelMean(foreground, config.lambda_new, each=of_foreground),
+                    PixelMean(background, config.lambda_new, each=of_background),
+                )
+            }
             if sure is not None and config.scope == "increment":
                 old_labels = torch.where(sure == BACKGROUND, IGNORE, sure)
                 again = increments_cross_entropy(logits[:, :num_old], old_labels, self._old_sizes, config.rectifier)
-                terms["pseudo"] = again.sum() * (config.lambda_new / batch.valid_pixels)
-            if teacher_logits is not None and distills:
-                student = dirichlet(logits[:, :num_old], config.rectifier)
-                old = dirichlet(teacher_logits, config.rectifier)
-                terms["kd_fg"] = distill_foreground(student, old).sum() * (kd_scale / fg_divisor)
-                terms["kd_u"] = distill_uncertainty(student, old).sum() * kd_scale
+                terms["pseudo"] = PixelMean(again, config.lambda_new)
+            if kd:
+                terms["kd_fg"] = PixelMean(kd[0], config.lambda_kd, over="all", classes=kd_classes)
+                terms["kd_u"] = PixelMean(kd[1], config.lambda_kd, over="all")
             return terms
 
-        def closed(
-            logits: Tensor, labels: Tensor, teacher_logits: Tensor | None
-        ) -> tuple[dict[str, Tensor], Tensor] | None:
-            if not (all_fit or fits(logits, *([] if teacher_logits is None else [teacher_logits]))):
-                return None
-            new, gradient = cross_entropy_with_gradient(
-                logits[:, skipped:], shifted(labels, skipped), config.rectifier, *scales(labels)
-            )
-            if teacher_logits is None or not distills:
-                return {"new": new}, F.pad(gradient, (0, 0, 0, 0, skipped, 0)) if skipped else gradient
-            kd_fg, kd_u, of_old = distillation_with_gradient(
-                logits[:, :num_old], teacher_logits, config.rectifier, kd_scale / fg_divisor, kd_scale
-            )
-            if skipped:
-                gradient = torch.cat([of_old, gradient], dim=1)
-            else:
-                gradient[:, :num_old] += of_old
-            return {"new": new, "kd_fg": kd_fg, "kd_u": kd_u}, gradient
-
-        asked = distills or config.pseudo_labels is not None
-        # upsampled scores lie between those of the network, so that most often one look is enough for all strips
-        all_fit = fits(out.logits, *([teacher.logits] if teacher and asked else []))
-        terms = pixelwise(
-            strip,
-            out.logits,
-            batch.labels,
-            teacher.logits if teacher and asked else None,
-            closed if config.pseudo_labels is None else None,
-        )
+        terms: dict[str, Term] = {**pixelwise(strip, batch, out.logits, read)}
         if teacher is not None and config.pod:
-            weight = config.pod * math.sqrt(len(step.seen) / len(step.new)) * batch.share
-            terms["pod"] = weight * local_pod(*trained_maps(out, teacher))
+            weight = config.pod * math.sqrt(len(step.seen) / len(step.new))
+            terms["pod"] = ImageMean(weight * local_pod(*trained_maps(out, teacher)))
         return terms
 
     def _sure_labels(self, labels: Tensor, teacher_logits: Tensor | None) -> Tensor | None:
@@ -239,50 +203,29 @@ class Evidential(Method):
         found = evidential_labels(teacher_logits, sizes, "ratio", self.config.rectifier, self.config.pseudo_labels)
         return torch.where(labels == BACKGROUND, found.to(labels.dtype), BACKGROUND)
 
-    def _pixel_scales(self, batch: Batch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """labels → what their foreground and background pixels count in L_new: λ over the pixels, times a weight.
+    def _pixel_weights(self, batch: Batch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """labels → what their foreground and background pixels weigh in L_new.
 
         The first is one number, or with `class_weight` one for every pixel.
         """
-        scale = self.config.lambda_new / batch.valid_pixels
         if self._class_weights is not None:
-            weights = self._class_weights.to(scale) * scale
+            weights = self._class_weights.to(batch.counts)
             return lambda labels: (weights[labels.long()], weights[BACKGROUND])
         if not self.config.foreground_weight:
-            return lambda labels: (scale, scale)
+            one = torch.ones_like(batch.counts[BACKGROUND])
+            return lambda labels: (one, one)
         num_background = batch.counts[BACKGROUND]
         num_foreground = batch.counts.sum() - num_background - batch.counts[IGNORE]
         background, foreground = foreground_background_weights(num_background, num_foreground, self.config.max_weight)
-        return lambda labels: (scale * foreground, scale * background)
+        return lambda labels: (foreground, background)
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         config = self.config
-        sizes = [len(i.classes) for i in increments]
-        constant = config.balancing in ("none", "ratio")
-
-        @cache
-        def probabilities() -> Tensor:
-            if constant:
-                return evidential_probabilities(logits, sizes, config.balancing, config.rectifier)
-            images = [i.train_images for i in increments]
-            return balanced_log_probabilities(
-                logits, sizes, config.balancing, config.rectifier, config.prior, images
-            ).exp()
-
         threshold = config.threshold if config.decision == "hierarchical" else None
-        if constant:
-            labels = evidential_labels(logits, sizes, config.balancing, config.rectifier, threshold)
-        elif threshold is None:
-            labels = probabilities().max(1).indices  # argmax(1) takes three times as long on the CPU
-        else:
-            strongest = probabilities()[:, 1:].max(1).indices + 1
-            labels = torch.where(probabilities()[:, 0] < threshold, strongest, torch.zeros_like(strongest))
-        return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
+        return evidential_prediction(logits, increments, config.balancing, config.rectifier, config.prior, threshold)
 
     def recipe(self, step: int) -> dict[str, Any]:
         recipe = super().recipe(step)
-        if not self.config.class_weight:  # steps that were cached before there was such an option still count
-            del recipe["class_weight"]
         return recipe if self._replay is None else self._replay.in_recipe(recipe)
 
     def state(self) -> dict[str, Tensor]:
@@ -299,8 +242,3 @@ class Evidential(Method):
             self._replay.load_state(state)
         if "old_sizes" in state:
             self._old_sizes = tuple(state["old_sizes"].tolist())
-
-
-def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Σ w·v of one weight for all values or one for each."""
-    return weights * values.sum() if weights.ndim == 0 else (weights * values).sum()

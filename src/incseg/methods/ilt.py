@@ -10,21 +10,19 @@ differ (with kept features they are not even there): then on the embedding, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from incseg.losses.distillation import feature_distillation, output_distillation_sum
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.means import ImageMean, PixelMean, PixelTerm, Term
+from incseg.losses.softmax import cross_entropy_sum
 from incseg.methods.base import CROSS_ENTROPY, Method
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
+from incseg.types import Batch, Output
 
 
 class ILT(Method):
-    background_output = True
     first_step = CROSS_ENTROPY
 
     @dataclass
@@ -41,26 +39,18 @@ class ILT(Method):
 
     config: Config
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        config = self.config
-        kd_scale = config.lambda_kd / batch.counts.sum()
-
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            terms = {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
-            if teacher_logits is not None:
-                terms["kd"] = output_distillation_sum(logits, teacher_logits) * kd_scale
-            return terms
-
-        distils = teacher is not None and config.lambda_kd > 0
-        terms = pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distils else None)
-        if teacher is not None and config.lambda_features > 0:
-            terms["features"] = (
-                config.lambda_features * batch.share * feature_distillation(*_deepest_trained(out, teacher))
-            )
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        terms: dict[str, PixelTerm] = {"ce": PixelMean(cross_entropy_sum(logits, labels))}
+        if teacher is not None and self.config.lambda_kd > 0:
+            terms["kd"] = PixelMean(output_distillation_sum(logits, teacher), self.config.lambda_kd, over="all")
         return terms
 
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        terms = super().losses(batch, out, teacher, step)
+        if teacher is not None and self.config.lambda_features > 0:
+            features = feature_distillation(*_deepest_trained(out, teacher))
+            terms["features"] = ImageMean(self.config.lambda_features * features)
+        return terms
 
 
 def _deepest_trained(out: Output, teacher: Output) -> tuple[Tensor, Tensor]:

@@ -9,21 +9,18 @@ among them. Ours is the form of MiB's comparison: no temperature, KD divided by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from incseg.losses.distillation import output_distillation_sum
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.means import PixelMean, PixelTerm
+from incseg.losses.softmax import cross_entropy_sum
 from incseg.methods.base import CROSS_ENTROPY, Method
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
 
 
 class LwF(Method):
-    background_output = True
     first_step = CROSS_ENTROPY
 
     @dataclass
@@ -38,17 +35,8 @@ class LwF(Method):
 
     config: Config
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        kd_scale = self.config.lambda_kd / batch.counts.sum()
-
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            terms = {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
-            if teacher_logits is not None:
-                terms["kd"] = output_distillation_sum(logits, teacher_logits) * kd_scale
-            return terms
-
-        distils = teacher is not None and self.config.lambda_kd > 0
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distils else None)
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        terms: dict[str, PixelTerm] = {"ce": PixelMean(cross_entropy_sum(logits, labels))}
+        if teacher is not None and self.config.lambda_kd > 0:
+            terms["kd"] = PixelMean(output_distillation_sum(logits, teacher), self.config.lambda_kd, over="all")
+        return terms

@@ -3,7 +3,7 @@
 Classes do not compete in the loss, so a new one does not lower the old ones by itself; still today's labels deny the
 old classes on every pixel, and only the distillation holds against it.
 
-Training is `BCE + λ_KD·KD`: `binary_cross_entropy_sum` over all outputs, background among them, and
+Training is `BCE + λ_KD·KD`: `binary_cross_entropy` over all outputs, background among them, and
 `sigmoid_distillation_sum` over the old ones; both are sums over outputs, as in MiB's comparison, whose weight is 10.
 Prediction is `sigmoid_prediction`: the highest score; probabilities are the sigmoids divided by their sum, the
 uncertainty is 1 − the highest sigmoid. Step 0 is the binary cross-entropy, so its base is not shared with softmax.
@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from incseg.losses.distillation import sigmoid_distillation_sum
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.sigmoid import binary_cross_entropy_sum, sigmoid_prediction
+from incseg.losses.means import PixelMean, PixelTerm
+from incseg.losses.sigmoid import binary_cross_entropy
 from incseg.methods.base import Method
+from incseg.outputs.sigmoid import sigmoid_prediction
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
+from incseg.settings import setting
+from incseg.types import Increment, Prediction
 
 
 class LwFMC(Method):
-    background_output = True
-    later_options = frozenset({"lambda_kd"})
-
     @dataclass
     class Config:
         """Options of LwF-MC.
@@ -36,21 +35,15 @@ class LwFMC(Method):
             lambda_kd: weight of the distillation; 0 is fine-tuning with sigmoids.
         """
 
-        lambda_kd: float = 10.0  # MiB's comparison
+        lambda_kd: float = setting(10.0, affects="later")  # MiB's comparison
 
     config: Config
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        kd_scale = self.config.lambda_kd / batch.counts.sum()
-
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            terms = {"bce": binary_cross_entropy_sum(logits, labels) / batch.valid_pixels}
-            if teacher_logits is not None:
-                terms["kd"] = sigmoid_distillation_sum(logits, teacher_logits) * kd_scale
-            return terms
-
-        distils = teacher is not None and self.config.lambda_kd > 0
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distils else None)
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        terms: dict[str, PixelTerm] = {"bce": PixelMean(binary_cross_entropy(logits, labels))}
+        if teacher is not None and self.config.lambda_kd > 0:
+            terms["kd"] = PixelMean(sigmoid_distillation_sum(logits, teacher), self.config.lambda_kd, over="all")
+        return terms
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         return sigmoid_prediction(logits)

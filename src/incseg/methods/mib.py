@@ -14,7 +14,6 @@ alone, not as background; by the protocol there is none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,16 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from incseg.losses.background import background_cross_entropy_sum, background_distillation_sum
-from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import softmax_prediction
+from incseg.losses.means import PixelMean, PixelTerm
 from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
 from incseg.models.classifiers import initialise_from_background
 from incseg.protocol import Step
-from incseg.types import BACKGROUND, Batch, Increment, Output, Prediction
+from incseg.types import BACKGROUND
 
 
 class MiB(Method):
-    background_output = True
     first_step = CROSS_ENTROPY
 
     @dataclass
@@ -64,26 +61,17 @@ class MiB(Method):
             # without requires_grad rather than with a gradient of zero, which weight decay would still move
             context.model.classifiers[:-1].requires_grad_(False)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        num_old = len(step.old) + 1
-        kd_scale = self.config.lambda_kd / batch.counts.sum()
-
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            terms = {"ce": background_cross_entropy_sum(logits, labels, num_old) / batch.valid_pixels}
-            if teacher_logits is not None:
-                terms["kd"] = background_distillation_sum(logits, teacher_logits) * kd_scale
-            return terms
-
-        distils = teacher is not None and self.config.lambda_kd > 0
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher and distils else None)
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        ce = background_cross_entropy_sum(logits, labels, len(step.old) + 1)
+        terms: dict[str, PixelTerm] = {"ce": PixelMean(ce)}
+        if teacher is not None and self.config.lambda_kd > 0:
+            terms["kd"] = PixelMean(background_distillation_sum(logits, teacher), self.config.lambda_kd, over="all")
+        return terms
 
     def after_backward(self, model: nn.Module) -> None:
         gradient = _first_weight(model).grad
         if self.config.background == "bias" and gradient is not None:
             gradient[BACKGROUND] = 0
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
 
     def recipe(self, step: int) -> dict[str, Any]:
         if step == 0 and self.config.background == "bias":

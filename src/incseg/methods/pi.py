@@ -17,6 +17,7 @@ from torch import Tensor
 
 from incseg.losses.importance import min_max
 from incseg.methods.consolidation import ConsolidatedMethod
+from incseg.settings import setting
 
 
 class PI(ConsolidatedMethod):
@@ -28,7 +29,7 @@ class PI(ConsolidatedMethod):
             weight: of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 2·weight·lr below 1.36.
         """
 
-        weight: float = 500.0  # MiB
+        weight: float = setting(500.0, affects="later")  # MiB
 
     @staticmethod
     def importance(square: Tensor, path: Tensor, walk: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ the embedding alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,18 +30,19 @@ from torch import Tensor
 
 from incseg.losses.background import fold_new_into_background
 from incseg.losses.distillation import local_pod, trained_maps
+from incseg.losses.means import ImageMean, PixelMean, PixelTerm, Term
 from incseg.losses.pixelwise import pixelwise, row_strips
-from incseg.losses.softmax import cross_entropy_per_image, softmax_prediction
+from incseg.losses.softmax import cross_entropy_per_image
 from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
 from incseg.metrics.uncertainty import BINS, grouped_score_counts, median_scores
 from incseg.models.classifiers import initialise_from_background
 from incseg.models.segmenter import Segmenter
+from incseg.outputs.softmax import softmax_prediction
 from incseg.protocol import Step
-from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction
+from incseg.types import BACKGROUND, IGNORE, Batch, Output
 
 
 class PLOP(Method):
-    background_output = True
     first_step = CROSS_ENTROPY
     revision = 2  # until 2026-11 POD(logits) was not divided by the number of maps
 
@@ -66,36 +67,34 @@ class PLOP(Method):
         self._thresholds = None
         if context.teacher is not None:
             initialise_from_background(context.model)
-            medians = entropy_thresholds(context.teacher, context.batches())
+            medians = entropy_thresholds(context.teacher, context.images.batches())
             self._thresholds = medians.clamp(min=self.config.least_threshold)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        labels, image_scales = batch.labels, 1 / batch.valid_pixels.expand(len(batch.labels))
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        labels, shares = batch.labels, torch.ones(len(batch.labels)).to(batch.counts)
         if teacher is not None:
             assert self._thresholds is not None, "begin_step or load_state comes first"
             labels, shares = pseudo_labels(teacher.logits, batch.labels, self._thresholds)
-            image_scales = image_scales * shares
 
-        def strip(logits: Tensor, strip_labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
-            return {"ce": (cross_entropy_per_image(logits, strip_labels) * image_scales).sum()}
+        def strip(logits: Tensor, strip_labels: Tensor, _: Tensor | None) -> dict[str, PixelTerm]:
+            return {"ce": PixelMean(cross_entropy_per_image(logits, strip_labels), each=shares)}
 
-        terms = pixelwise(strip, out.logits, labels)
-        return terms if teacher is None else terms | self._pod(batch, out, teacher, step)
+        terms = pixelwise(strip, batch, out.logits, labels=labels)
+        return {**terms, **(self._pod(out, teacher, step) if teacher else {})}
 
-    def _pod(self, batch: Batch, out: Output, teacher: Output, step: Step) -> dict[str, Tensor]:
+    def _pod(self, out: Output, teacher: Output, step: Step) -> dict[str, Term]:
         maps, teacher_maps = trained_maps(out, teacher)
-        share = math.sqrt(len(step.seen) / len(step.new)) * batch.share / (len(maps) + 1)
-        terms = {}
+        share = torch.tensor(math.sqrt(len(step.seen) / len(step.new))) / (len(maps) + 1)
+        terms: dict[str, Term] = {}
         if self.config.lambda_pod > 0:
-            terms["pod"] = self.config.lambda_pod * share * len(maps) * local_pod(maps, teacher_maps)
+            terms["pod"] = ImageMean(self.config.lambda_pod * share * len(maps) * local_pod(maps, teacher_maps))
         if self.config.lambda_pod_logits > 0:
             logits = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
             folded = fold_new_into_background(logits, teacher.logits.shape[1])
-            terms["pod_logits"] = self.config.lambda_pod_logits * share * local_pod([folded], [teacher.logits])
+            terms["pod_logits"] = ImageMean(
+                self.config.lambda_pod_logits * share * local_pod([folded], [teacher.logits])
+            )
         return terms
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._thresholds is None else {"thresholds": self._thresholds}

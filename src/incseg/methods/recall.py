@@ -4,8 +4,8 @@ Photographs of old classes, from the web or from a generator, are labelled by a 
 the class was learnt, and mixed 1:1 with the new data. Background of both is in-painted by the model of the step
 before, so that old objects in it are not unlearnt. The encoder is frozen after step 0, so that helpers stay valid.
 
-Formulas: y' = y where y is no background, else arg-max of the teacher (`painted`); −log softmax(z)_y' over both kinds
-of images (`cross_entropy_sum`); labels of a photograph: arg-max of its helper (`Replay`, `fit_helper`).
+Formulas: y' = y where y is not background, else arg-max of the teacher (`fill_background`); −log softmax(z)_y' over
+both kinds of images (`cross_entropy_sum`); labels of a replay image: arg-max of its helper (`Replay`, `fit_helper`).
 Where ours departs: the helper of step 0 is the decoder of step 0 itself, which learnt just that, so that the base is
 shared with other methods; later helpers begin from the step's own decoder, with its norm statistics, and are tuned for
 a few epochs; photographs are shown without augmentation. Without replay, in-painting and the frozen encoder are left.
@@ -13,27 +13,27 @@ a few epochs; photographs are shown without augmentation. Without replay, in-pai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from incseg.losses.labels import painted, shifted
+from incseg.losses.labels import fill_background, shifted
+from incseg.losses.means import PixelMean, PixelTerm
 from incseg.losses.pixelwise import pixelwise
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
+from incseg.losses.softmax import cross_entropy_sum
 from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
 from incseg.methods.replay import open_replay
 from incseg.models.segmenter import Segmenter
+from incseg.outputs.softmax import softmax_prediction
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Inputs, Output, Prediction, UserError
+from incseg.types import Batch, Increment, Inputs, Output, UserError
 
 _ENCODER = "backbone."
 
 
 class Recall(Method):
-    background_output = True
     first_step = CROSS_ENTROPY
 
     @dataclass
@@ -99,16 +99,10 @@ class Recall(Method):
     def extend(self, batch: Batch) -> Batch:
         return batch if self._replay is None else self._replay.extend(batch)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            if teacher_logits is not None:
-                labels = painted(labels, softmax_prediction(teacher_logits).labels)
-            return {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
-
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher else None)
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        if teacher is not None:
+            labels = fill_background(labels, softmax_prediction(teacher).labels)
+        return super().pixel_losses(logits, labels, teacher, step)
 
     def end_step(self, context: StepContext) -> None:
         if self._replay is not None and context.step.index > 0:
@@ -167,7 +161,7 @@ def fit_helper(context: StepContext, epochs: int, lr: float) -> Segmenter:
     for epoch in range(epochs):
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - epoch / epochs)
-        for batch in context.batches():
+        for batch in context.images.batches():
             optimizer.zero_grad(set_to_none=True)
             _helper_loss(helper(batch.inputs), batch, skipped).backward()
             optimizer.step()
@@ -175,10 +169,10 @@ def fit_helper(context: StepContext, epochs: int, lr: float) -> Segmenter:
 
 
 def _helper_loss(out: Output, batch: Batch, skipped: int) -> Tensor:
-    def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, Tensor]:
-        return {"ce": cross_entropy_sum(logits, shifted(labels, skipped)) / batch.valid_pixels}
+    def strip(logits: Tensor, labels: Tensor, _: Tensor | None) -> dict[str, PixelTerm]:
+        return {"ce": PixelMean(cross_entropy_sum(logits, shifted(labels, skipped)))}
 
-    return pixelwise(strip, out.logits, batch.labels)["ce"]
+    return pixelwise(strip, batch, out.logits)["ce"]
 
 
 def _own_decoder(model: Segmenter, increment: Increment) -> Segmenter:

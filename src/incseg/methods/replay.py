@@ -6,7 +6,7 @@ photograph was asked for, whose arg-max becomes its labels; without scores every
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from incseg.data.unlabelled import Generator, ImageFolders, Picture, Unlabelled
 from incseg.losses.pixelwise import row_strips
-from incseg.methods.base import StepContext
+from incseg.losses.prototypes import nearest
+from incseg.methods.base import Processes, StepContext
 from incseg.types import BACKGROUND, Batch, Inputs, UserError
 
 PER_CLASS = 100
@@ -91,7 +92,7 @@ class Replay:
 
     def in_recipe(self, recipe: dict[str, Any]) -> dict[str, Any]:
         """A method's recipe of a step that replays, with the photographs themselves in place of their folder."""
-        return {**recipe, "replay": self._source.fingerprint()} if "replay" in recipe else recipe
+        return {**recipe, "replay": self._source.fingerprint()} if {"replay", "generator"} & recipe.keys() else recipe
 
     def begin_step(self, context: StepContext, scores: Scores | None = None) -> None:
         """Fill the pool; in step 0 only see that there is something for its classes.
@@ -139,24 +140,17 @@ class Replay:
         return found
 
     def _inputs(self, pictures: list[Picture]) -> Inputs:
-        if self._context.inputs is None:
-            raise RuntimeError("a step without StepContext.inputs cannot replay")
-        return self._context.inputs([picture() for picture in pictures])
+        if self._context.images.inputs is None:
+            raise RuntimeError("a step without StepImages.inputs cannot replay")
+        return self._context.images.inputs([picture() for picture in pictures])
 
     def extend(self, batch: Batch) -> Batch:
         """The batch and as many photographs behind it; itself where nothing is old."""
         if not self._pool:
             return batch
-        device = batch.labels.device
         chosen = [self._pool[i] for i in self._draw(len(batch.labels))]
-        labels = torch.stack([photograph.labels(batch.size) for photograph in chosen]).to(device)
-        counts = self._context.mean(torch.bincount(labels.flatten(), minlength=256).to(batch.counts))
-        return Batch(
-            _joined(batch.inputs, self._inputs_of(chosen), device),
-            torch.cat([batch.labels, labels]),
-            batch.counts + counts,
-            batch.names,
-        )
+        labels = torch.stack([photograph.labels(batch.size) for photograph in chosen])
+        return add_images(batch, [Batch(self._inputs_of(chosen), labels, batch.counts)], self._context.processes)
 
     def _inputs_of(self, chosen: list[_Photograph]) -> Inputs:
         rows = [photograph.features for photograph in chosen if photograph.features is not None]
@@ -166,7 +160,7 @@ class Replay:
 
     def _draw(self, num_images: int) -> list[int]:
         """This process's part of the next photographs, as many over all processes as the batch has images."""
-        total = round(float(self._context.total(torch.tensor(float(num_images)))))
+        total = round(float(self._context.processes.sum(torch.tensor(float(num_images)))))
         begin = int(self._drawn)
         self._drawn = self._drawn + total
         permutations: dict[int, np.ndarray] = {}
@@ -176,7 +170,7 @@ class Replay:
             if turn not in permutations:
                 permutations[turn] = np.random.default_rng([self._seed, turn]).permutation(len(self._order))
             drawn.append(self._order[permutations[turn][position]])
-        return self._context.share(drawn)
+        return self._context.processes.share(drawn)
 
     def state(self) -> dict[str, Tensor]:
         return {"replay.drawn": self._drawn}
@@ -190,8 +184,42 @@ def _half(tensor: Tensor) -> Tensor:
     return tensor.clamp(-_HALF_MAX, _HALF_MAX).half().cpu()
 
 
-def _joined(inputs: Inputs, more: Inputs, device: torch.device) -> Inputs:
-    if isinstance(inputs, tuple):
-        return tuple(torch.cat([part, other.to(device)]) for part, other in zip(inputs, more, strict=True))
-    assert isinstance(more, Tensor)
-    return torch.cat([inputs, more.to(device)])
+def add_images(batch: Batch, more: Sequence[Batch], processes: Processes) -> Batch:
+    """Return the batch with the images of others behind it, counted over all processes."""
+    device = batch.labels.device
+    labels = torch.cat([nearest(one.labels, batch.size) for one in more]).to(batch.labels)
+    counts = processes.mean(torch.bincount(labels.flatten(), minlength=256).to(batch.counts))
+    parts = [_parts(one.inputs) for one in (batch, *more)]
+    inputs = tuple(torch.cat([part.to(device) for part in same]) for same in zip(*parts, strict=True))
+    images = [i for one in more for i in one.images or [-1] * len(one.labels)]
+    return Batch(
+        inputs if isinstance(batch.inputs, tuple) else inputs[0],
+        torch.cat([batch.labels, labels]),
+        batch.counts + counts,
+        [*batch.images, *images],
+    )
+
+
+def packed(batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Return stored images as tensors by name, for the state of a method."""
+    state: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        state |= {f"stored.{number}.{i}": part for i, part in enumerate(_parts(batch.inputs))}
+        state |= {f"stored.{number}.labels": batch.labels, f"stored.{number}.images": torch.tensor(batch.images)}
+    return state
+
+
+def unpacked(state: dict[str, Tensor]) -> list[Batch]:
+    """Return what was `packed`."""
+    batches: list[Batch] = []
+    while f"stored.{len(batches)}.0" in state:
+        first = f"stored.{len(batches)}."
+        parts = tuple(state[first + str(i)] for i in range(len(state)) if first + str(i) in state)
+        labels = state[first + "labels"]
+        counts = torch.bincount(labels.flatten(), minlength=256).float()
+        batches.append(Batch(parts[0] if len(parts) == 1 else parts, labels, counts, state[first + "images"].tolist()))
+    return batches
+
+
+def _parts(inputs: Inputs) -> tuple[Tensor, ...]:
+    return inputs if isinstance(inputs, tuple) else (inputs,)

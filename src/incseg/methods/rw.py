@@ -15,6 +15,7 @@ from torch import Tensor
 
 from incseg.losses.importance import min_max
 from incseg.methods.consolidation import ConsolidatedMethod
+from incseg.settings import setting
 
 
 class RW(ConsolidatedMethod):
@@ -26,7 +27,7 @@ class RW(ConsolidatedMethod):
             weight: of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 4·weight·lr below 1.36.
         """
 
-        weight: float = 100.0  # MiB
+        weight: float = setting(100.0, affects="later")  # MiB
 
     @staticmethod
     def importance(square: Tensor, path: Tensor, walk: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ reads negative features as zero, and is bounded (`sparsity_sum`). Its network en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from incseg.losses.background import background_cross_entropy_sum, background_distillation_sum
 from incseg.losses.distillation import output_distillation_sum
-from incseg.losses.pixelwise import pixelwise
+from incseg.losses.means import PixelMean, PixelTerm, Term
 from incseg.losses.prototypes import (
     attraction,
     class_means,
@@ -41,16 +40,14 @@ from incseg.losses.prototypes import (
     running_mean,
     sparsity_sum,
 )
-from incseg.losses.softmax import cross_entropy_sum, softmax_prediction
-from incseg.methods.base import Method, StepContext
+from incseg.losses.softmax import cross_entropy_sum
+from incseg.methods.base import Average, Method, StepContext
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Output, Prediction
+from incseg.types import Batch, Output
 
 
 class SDR(Method):
-    background_output = True
     first_step = "cross_entropy+prototypes"
-    needs_batch_sums = True  # distances between the means of classes are no sums over images
 
     @dataclass
     class Config:
@@ -92,16 +89,19 @@ class SDR(Method):
             prototypes[:known], seen[:known] = self._prototypes, self._seen
         self._prototypes, self._seen = prototypes, seen
 
-    def batch_sums(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> Tensor:
-        features, _, members = self._positions(batch, out, teacher)
-        return class_sums(flatten_positions(features), members)
+    def before_update(self, average: Average, step: Step) -> None:
+        """Take the means of classes over the whole batch; prototypes of the new classes move before they are used.
 
-    def take_batch_sums(self, sums: Tensor, step: Step) -> None:
-        """Prototypes of the new classes move before they are asked of."""
-        self._sums = sums
-        means, counts = means_of(sums)
+        Distances between means are not sums over images, so each part needs the means of all of them.
+        """
+        self._sums = average(self._class_sums)
+        means, counts = means_of(self._sums)
         new = torch.arange(len(counts), device=counts.device) > len(step.old)
         self._prototypes, self._seen = running_mean(self._prototypes, self._seen, means, counts * new)
+
+    def _class_sums(self, batch: Batch, out: Output, teacher: Output | None) -> Tensor:
+        features, _, members = self._positions(batch, out, teacher)
+        return class_sums(flatten_positions(features), members)
 
     def _positions(self, batch: Batch, out: Output, teacher: Output | None) -> tuple[Tensor, Tensor, Tensor]:
         """Features, the labels of their positions, and to which classes these belong."""
@@ -110,26 +110,20 @@ class SDR(Method):
         labels = position_labels(batch.labels, teacher.logits if teacher else None, size)
         return features, labels, membership(labels, len(self._seen))
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
-        return self._output_losses(batch, out, teacher) | self._feature_losses(batch, out, teacher, step)
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
+        if teacher is None:
+            return {"ce": PixelMean(cross_entropy_sum(logits, labels))}
+        if self.config.output == "mib":
+            ce = background_cross_entropy_sum(logits, labels, teacher.shape[1])
+            kd = background_distillation_sum(logits, teacher)
+        else:
+            ce, kd = cross_entropy_sum(logits, labels), output_distillation_sum(logits, teacher)
+        return {"ce": PixelMean(ce), "kd": PixelMean(kd, self.config.lambda_kd, over="all")}
 
-    def _output_losses(self, batch: Batch, out: Output, teacher: Output | None) -> dict[str, Tensor]:
-        kd_scale = self.config.lambda_kd / batch.counts.sum().clamp(min=1)
-        mib = self.config.output == "mib"
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        return super().losses(batch, out, teacher, step) | self._feature_losses(batch, out, teacher, step)
 
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            if teacher_logits is None:
-                return {"ce": cross_entropy_sum(logits, labels) / batch.valid_pixels}
-            if mib:
-                ce = background_cross_entropy_sum(logits, labels, teacher_logits.shape[1])
-                kd = background_distillation_sum(logits, teacher_logits)
-            else:
-                ce, kd = cross_entropy_sum(logits, labels), output_distillation_sum(logits, teacher_logits)
-            return {"ce": ce / batch.valid_pixels, "kd": kd * kd_scale}
-
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher else None)
-
-    def _feature_losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+    def _feature_losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
         """None in step 0, where prototypes are only gathered."""
         if teacher is None:
             return {}
@@ -146,9 +140,6 @@ class SDR(Method):
             "repulsion": config.lambda_repulsion * repulsion(means, present),
             "sparsity": config.lambda_sparsity * sparsity_sum(features, labels) / counts.sum().clamp(min=1),
         }
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)
 
     def state(self) -> dict[str, Tensor]:
         return {"prototypes": self._prototypes, "seen": self._seen}

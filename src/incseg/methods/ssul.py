@@ -17,23 +17,20 @@ and are one 1×1 convolution; SSUL's have a 3×3 convolution and a norm of their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from incseg.losses.pixelwise import pixelwise
+from incseg.losses.means import PixelMean, PixelTerm
 from incseg.losses.sigmoid import binary_cross_entropy, log_one_plus_exp, sure_background
-from incseg.losses.softmax import softmax_prediction
 from incseg.methods.base import Method, StepContext
 from incseg.protocol import Step
-from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction, UserError
+from incseg.types import BACKGROUND, IGNORE, UserError
 
 
 class SSUL(Method):
-    background_output = True
     first_step = "binary_cross_entropy"
 
     @dataclass
@@ -63,17 +60,12 @@ class SSUL(Method):
         for classifier in (model.classifiers[0], model.classifiers[-1]):
             classifier.requires_grad_(True)
 
-    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Tensor]:
+    def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
         first_new = len(step.old) + 1
-
-        def strip(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> dict[str, Tensor]:
-            if teacher_logits is None:
-                return {"bce": binary_cross_entropy(logits, labels).sum() / batch.valid_pixels}
-            new = binary_cross_entropy(logits[:, first_new:], labels, first_new)
-            background = self._background_loss(logits[:, 0], labels, teacher_logits)
-            return {"bce": new.sum() / batch.valid_pixels, "background": background.sum() / batch.valid_pixels}
-
-        return pixelwise(strip, out.logits, batch.labels, teacher.logits if teacher else None)
+        if teacher is None:
+            return {"bce": PixelMean(binary_cross_entropy(logits, labels))}
+        new = binary_cross_entropy(logits[:, first_new:], labels, first_new)
+        return {"bce": PixelMean(new), "background": PixelMean(self._background_loss(logits[:, 0], labels, teacher))}
 
     def _background_loss(self, score: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
         """BCE of the background's score per pixel: yes, no, or not asked."""
@@ -91,6 +83,3 @@ class SSUL(Method):
         with torch.no_grad():
             for name, parameter in mine.named_parameters():
                 parameter[1:] = old.get_parameter(name)[1:]
-
-    def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        return softmax_prediction(logits)

@@ -1,12 +1,43 @@
-"""How the classifier of a new step may start."""
+"""Classifiers: how scores are made of the embedding, and how those of a new step may start."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from incseg.models.segmenter import Segmenter
+from incseg.names import find_class
+
+if TYPE_CHECKING:
+    from incseg.models.segmenter import Segmenter
+
+CLASSIFIER_STD = 0.01
+"""Small weights and zero bias: a new class starts undecided."""
+
+
+class Classifier(nn.Conv2d):
+    """The outputs of one step: a 1×1 convolution with weight (outputs, width, 1, 1) and bias (outputs,)."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__(width, outputs, 1)
+        nn.init.normal_(self.weight, std=CLASSIFIER_STD)
+        nn.init.zeros_(self.get_parameter("bias"))
+
+    @staticmethod
+    def scores(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the (B, outputs, h, w) scores of an embedding (B, width, h, w), for the outputs of several steps."""
+        return F.conv2d(embedding, weight, bias)
+
+
+CLASSIFIERS: dict[str, type[Classifier]] = {"linear": Classifier}
+
+
+def find_classifier(name: str | None) -> type[Classifier]:
+    """Return the class behind a name of CLASSIFIERS or behind `package.module:Class`."""
+    return find_class("classifier", name or "linear", CLASSIFIERS, Classifier)
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.losses.evidential import Rectifier, odds_log_probabilities
 from incseg.losses.least_squares import Sums, log_odds, packed, unpacked
+from incseg.outputs.evidential import Rectifier, odds_log_probabilities
 
 _OFFSET_STD = 0.3
 _LEAST_SCALE = 1e-3

@@ -15,6 +15,7 @@ from torch import Tensor
 from incseg.files import load_tensors, write_tensors
 from incseg.models.closed_form import ClosedForm
 from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.names import require_named_by_user
 from incseg.types import MAX_CLASSES, Increment, UserError
 
 FORMAT = "incseg-model"
@@ -30,7 +31,7 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
     metadata = {
         "format": FORMAT,
         "format_version": "3" if form is not None else "2" if model.heads or model.shrinks != [1] else "1",
-        "config": json.dumps(dataclasses.asdict(model.config)),
+        "config": json.dumps(_described(model.config)),
         "increments": json.dumps([dataclasses.asdict(increment) for increment in model.increments]),
         "background_output": json.dumps(model.background_output),
         "shrinks": json.dumps(model.shrinks),
@@ -42,6 +43,11 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
     write_tensors(Path(path), model.state_dict(), metadata)
 
 
+def _described(config: ModelConfig) -> dict[str, Any]:
+    """A configuration for a file; what older versions do not know is left out where it is not set."""
+    return {key: value for key, value in dataclasses.asdict(config).items() if key != "classifier" or value}
+
+
 def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tuple[Segmenter, dict[str, Any]]:
     """The model in evaluation mode, and the `extra` it was saved with. The global random state is kept."""
     path = Path(path)
@@ -49,6 +55,7 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
     _check_format(path, metadata)
     try:
         config = read_config(json.loads(metadata["config"]))
+        require_named_by_user("it", {"backbone": config.backbone, "classifier": config.classifier})
         increments = [read_increment(fields) for fields in json.loads(metadata["increments"])]
         background_output = bool(json.loads(metadata["background_output"]))
         extra = dict(json.loads(metadata["extra"]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from incseg.losses.evidential import Rectifier, deciding_score
 from incseg.models.segmenter import Segmenter
+from incseg.outputs.evidential import Rectifier, deciding_score
 from incseg.types import Increment
 
 

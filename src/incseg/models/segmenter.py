@@ -17,15 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.losses.evidential import Rectifier
 from incseg.models.aspp import ASPP, Neck, TorchvisionHead, default_dilations
 from incseg.models.backbones import build_backbone
+from incseg.models.classifiers import Classifier, find_classifier
 from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.weights import load_weights
+from incseg.outputs.evidential import Rectifier
 from incseg.types import Increment, Inputs, Output, UserError
-
-CLASSIFIER_STD = 0.01
-"""Small weights and zero bias: a new class starts undecided (PAPER.md section 2)."""
 
 FINER = 4
 """Scores of heads that see the image at different sizes meet on a grid so much finer than the features. Interpolated
@@ -38,7 +36,7 @@ class ModelConfig:
     """The network.
 
     Args:
-        backbone: tiny, efficientnet-lite0, resnet18, resnet50, resnet101, or timm:NAME.
+        backbone: tiny, efficientnet-lite0, resnet18, resnet50, resnet101, timm:NAME, or package.module:Class.
         weights: Pretrained backbone: a file (.pth, .pt, .safetensors), 'imagenet' where available, or none.
         output_stride: Pixels of the image per position of the logits; strides beyond it become dilation.
         width: Channels of the head.
@@ -51,6 +49,7 @@ class ModelConfig:
         freeze_backbone: Train the head only; neither parameters nor statistics of the backbone change.
         head: Empty for the field's (MiB's); torchvision for that of its DeepLabv3, which has one layer more
             (incseg import makes such models).
+        classifier: how scores are made of the head's output: empty for linear, or package.module:Class.
     """
 
     backbone: str = "resnet101"
@@ -62,6 +61,7 @@ class ModelConfig:
     norm: Literal["batch", "group", "frozen", "frozen-group"] = "batch"
     freeze_backbone: bool = False
     head: Literal["torchvision"] | None = None
+    classifier: str | None = None
 
 
 class Head(nn.Module):
@@ -103,6 +103,7 @@ class Segmenter(nn.Module):
         head = ASPP if config.head is None else TorchvisionHead
         self.aspp = head(config.width if config.stages else channels[0], config.width, dilations, head_norm)
         self.classifiers = nn.ModuleList()
+        self._classifier = find_classifier(config.classifier)
         self.heads = nn.ModuleList()
         self.shrinks, self.sizes = [1], [1]
         self.backbone.requires_grad_(not config.freeze_backbone)
@@ -201,9 +202,7 @@ class Segmenter(nn.Module):
             self.shrinks.append(1)
             self.sizes = sorted({*self.sizes, 1})
         outputs = len(increment.classes) + (self.background_output and not self.increments)
-        classifier = nn.Conv2d(self.config.width, outputs, 1)
-        nn.init.normal_(classifier.weight, std=CLASSIFIER_STD)
-        nn.init.zeros_(classifier.get_parameter("bias"))
+        classifier = self._classifier(self.config.width, outputs)
         # Drawn on the CPU and moved, so that a seed gives the same weights on every device.
         self.classifiers.append(classifier.to(self.aspp.mix.weight))
         self.increments.append(increment)
@@ -229,10 +228,10 @@ class Segmenter(nn.Module):
                 form.solve(form.sums(), ridge)
         keep = [i for i in range(len(increment.classes)) if i != own]
         classifier = self.classifiers[place]
-        if isinstance(classifier, nn.Conv2d):
+        if isinstance(classifier, Classifier):
             first = classifier.out_channels - len(increment.classes)  # 1 where it has the background's output, too
             rows = [*range(first), *(first + i for i in keep)]
-            smaller = nn.Conv2d(classifier.in_channels, max(len(rows), 1), 1).to(classifier.weight)
+            smaller = self._classifier(classifier.in_channels, max(len(rows), 1)).to(classifier.weight)
             if rows:
                 smaller.weight.copy_(classifier.weight[rows])
                 smaller.get_parameter("bias").copy_(classifier.get_parameter("bias")[rows])
@@ -386,7 +385,7 @@ class Segmenter(nn.Module):
         """The scores of some increments, by one convolution."""
         weight = torch.cat([self.classifiers[i].get_parameter("weight") for i in increments])
         bias = torch.cat([self.classifiers[i].get_parameter("bias") for i in increments])
-        return F.conv2d(embedding, weight, bias)
+        return self._classifier.scores(embedding, weight, bias)
 
     def _stages_read(self) -> tuple[int, ...]:
         count = len(self.backbone.channels)

@@ -1,8 +1,7 @@
-"""Backbones by name."""
+"""Backbones by name. A new one is a file here and a line in BACKBONES; from outside, `package.module:Class`."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +12,7 @@ from incseg.models.backbones.timm_backbone import PREFIX as TIMM_PREFIX
 from incseg.models.backbones.timm_backbone import TimmBackbone
 from incseg.models.backbones.tiny import TinyNet
 from incseg.models.norms import NormKind
-from incseg.types import UserError
+from incseg.names import find_class
 
 __all__ = ["BACKBONES", "Backbone", "build_backbone"]
 
@@ -27,11 +26,7 @@ BACKBONES: dict[str, Callable[[int, NormKind], Backbone]] = {
 
 
 def build_backbone(name: str, output_stride: int, norm: NormKind) -> Backbone:
-    """A backbone of `BACKBONES`, or 'timm:NAME', without pretrained weights."""
+    """Return a backbone of `BACKBONES`, timm:NAME or package.module:Class, without pretrained weights."""
     if name.startswith(TIMM_PREFIX):
         return TimmBackbone(name.removeprefix(TIMM_PREFIX), output_stride, norm)
-    if name not in BACKBONES:
-        close = difflib.get_close_matches(name.lower(), BACKBONES, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise UserError(f"unknown backbone '{name}'; {hint}choose one of {', '.join(BACKBONES)}, timm:NAME")
-    return BACKBONES[name](output_stride, norm)
+    return find_class("backbone", name, BACKBONES, Backbone)(output_stride, norm)

@@ -1,0 +1,1 @@
+"""What the scores of a network mean, and the rule of decision: softmax, sigmoid, evidential."""
