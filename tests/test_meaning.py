@@ -347,7 +347,8 @@ def test_faults_are_grouped_by_kind() -> None:
 def test_the_lines_of_the_tutorial_put_masks_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).resolve().parents[1] / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
+    script = page[page.index("    from pathlib import Path") :].partition("\n\nIf ")[0]
+    lines = [line[4:] for line in script.splitlines() if line.startswith("    ")]
     kept = [line for line in lines if not line.startswith("    mask[")]
     [binary] = [line for line in lines if line.startswith("    mask[mask == 255] = 1 ")]
     void, up = (line for line in lines if line.startswith(("    mask[mask == 11]", "    mask[mask < 255]")))

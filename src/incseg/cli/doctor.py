@@ -28,7 +28,7 @@ _EXTRAS = {
 """Optional parts of incseg and the packages they bring."""
 _REQUIRED = (
     "torch", "numpy", "PIL", "safetensors", "jsonargparse", "rich", "matplotlib", "platformdirs", "yaml", "filelock",
-    "jinja2", "shtab",
+    "jinja2", "markupsafe", "shtab",
 )  # fmt: skip
 _DOWNLOADS = {
     "voc": "curl -O http://host.robots.ox.ac.uk/pascal/VOC/voc2012/VOCtrainval_11-May-2012.tar && "
