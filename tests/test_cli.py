@@ -193,9 +193,9 @@ def test_a_wrong_option_of_eval(finished: Path, capsys: pytest.CaptureFixture[st
             "error: a loader process has ended",
         ),
         (RuntimeError("[gloo] Connection closed by peer [::1]:1"), 2, "error: another process of this run has ended"),
-        (OSError(28, "No space left on device", "runs/x"), 2, "error: No space left on device runs/x; see that"),
-        (OSError("cannot write x (disk full)"), 2, "error: cannot write x (disk full); see that"),
-        (FileExistsError(17, "File exists", "x"), 2, "error: File exists x; something that is no folder has this name"),
+        (OSError(28, "No space left on device", "runs/x"), 2, "error: No space left on device runs/x; check that"),
+        (OSError("cannot write x (disk full)"), 2, "error: cannot write x (disk full); check that"),
+        (FileExistsError(17, "File exists", "x"), 2, "error: File exists x; a file of this name exists"),
         (
             NotADirectoryError(20, "Not a directory", "x/y"),
             2,
@@ -204,7 +204,7 @@ def test_a_wrong_option_of_eval(finished: Path, capsys: pytest.CaptureFixture[st
         (
             IsADirectoryError(21, "Is a directory", "x"),
             2,
-            "error: Is a directory x; this is a folder, so give",
+            "error: Is a directory x; this is a folder; give",
         ),
         (OSError(36, "File name too long", "x"), 2, "error: File name too long x; choose a shorter name"),
     ],

@@ -73,9 +73,10 @@ def test_command_parses(line: str) -> None:
         parse_run("incseg train", "", rest)
         return
     if name == "sweep":
+        from incseg.cli.main import parse
         from incseg.cli.sweep import plan
 
-        assert rest[0] == "status" or plan(rest)
+        assert rest[0] == "status" or plan(parse("sweep", rest))
         return
     command = importlib.import_module(f"incseg.cli.{name}")
     parser = argparse.ArgumentParser(exit_on_error=False)

@@ -211,7 +211,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     folder = hold.parent / "run"
-    assert errors.splitlines() == [f"stopped; everything so far is saved in {folder}, the same command goes on"]
+    assert errors.splitlines() == [f"stopped; progress is saved in {folder}; repeat the command to resume"]
     progress = json.loads(read_tensors(RunDir(folder).checkpoint)[1]["checkpoint"])["progress"]
     assert progress["iteration"] == 2
     assert main(argv) == 0

@@ -32,7 +32,7 @@ from incseg.methods.finetune import Finetune
 from incseg.metrics.forgetting import agreement, mean_new_iou
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import FINER, ModelConfig, Segmenter
-from incseg.report.extension import in_words
+from incseg.report.extension import class_rows, in_words
 from incseg.run import train
 from incseg.types import Increment, UserError
 
@@ -361,7 +361,7 @@ def test_a_class_without_images_is_refused(first: Path, mine: Path, tmp_path: Pa
     shutil.copytree(mine, tmp_path / "mine")
     with (tmp_path / "mine" / "classes.txt").open("a") as file:
         file.write("unicorn\n")
-    with pytest.raises(UserError, match="no training image shows the new class 'unicorn'"):
+    with pytest.raises(UserError, match="no training image shows 'unicorn'"):
         train(config_of(first, tmp_path / "mine", tmp_path / "run", "star,unicorn"))
 
 
@@ -437,7 +437,7 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
     assert kept["new"] == {"c": {"images": 1, "labelled": 16, "predicted": 0, "iou": 0.0}}
     assert agreement(kept) == 100
     first, second = in_words({**kept, "train_images": {"c": 5}})
-    assert first == "forgot nothing: 100.0 % of the old classes' pixels are labelled as before"
+    assert first == "old classes: all their pixels are labelled as before"
     assert second == "warning: c is never predicted; 5 photographs are few, so add some"
     swallowed = compared(constant_model([old, new], {3: 1.0}))
     assert (swallowed["became_new"], swallowed["became_other"]) == (8 * rows, 0)
@@ -446,6 +446,13 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
     assert "b lost 100.0 % of its pixels to c" in lines
     assert "b lost 3.2 points of IoU (3.2 → 0.0)" in lines
     assert any(line.startswith("warning: more than 1 % of the old classes' pixels changed") for line in lines)
+    # a model that knew b and c, in another order, and said c everywhere: c is improved
+    extended = constant_model([Increment(("c", "b"), (3, 2))], {1: 1.0}), Finetune()
+    report = compare_models([(before, Finetune()), (same, Finetune())], [batch], Runtime("cpu"), extended)
+    assert report["new"]["c"] == {**kept["new"]["c"], "iou_before": pytest.approx(100 * 16 / 504, abs=0.01)}
+    report |= {"held_out": True, "train_images": {"c": 5}}
+    assert ["c", "improved", "5 + 1", "", "3.2", "0.0"] in class_rows(report)
+    assert "c: IoU 3.2 → 0.0" in in_words(report)
     lost = compared(constant_model([old, new], {0: 1.0}))
     assert (lost["became_new"], lost["became_other"]) == (0, 8 * rows)
 
@@ -457,10 +464,14 @@ def test_what_is_said_of_old_and_new_classes() -> None:
     found = {"images": 3, "held_out": True, **counts, "classes": {"road": of_class}, "new": {"bag": bag}}
     lines = in_words({**found, "train_images": {"bag": 50}})
     assert lines[:2] == [
-        "80.0 % of the old classes' pixels are labelled as before", "road lost 20.0 % of its pixels to bag",
+        "old classes: 80.0 % of their pixels are labelled as before", "road lost 20.0 % of its pixels to bag",
     ]  # fmt: skip
     nothing = {**found, "pixels": 0, "kept": 0, "classes": {}}
-    assert "nothing can be said of them" in in_words({**nothing, "train_images": {"bag": 50}})[0]
+    assert "forgetting cannot be measured" in in_words({**nothing, "train_images": {"bag": 50}})[0]
+    almost = {**found, "kept": 996, "classes": {}}
+    assert in_words({**almost, "train_images": {"bag": 50}}) == [
+        "old classes: 99.6 % of their pixels are labelled as before, and none got noticeably worse"
+    ]
     unseen = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "images": 0, "iou": None}}}
     assert "no held-back photograph shows it" in in_words({**unseen, "train_images": {"bag": 50}})[1]
     weak = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "iou": 2.0}}}

@@ -21,6 +21,7 @@ import yaml
 from small_runs import small_config
 
 from incseg.cli import main
+from incseg.cli.main import parse
 from incseg.cli.sweep import plan
 from incseg.engine import workers as workers_module
 from incseg.engine.queue import Claim, Job, Queue, _claim_path
@@ -97,7 +98,7 @@ def dead_process() -> int:
 
 
 def names(*argv: str) -> list[str]:
-    return [job.name for job in plan(["--out", "nowhere", *argv])[1]]
+    return [job.name for job in plan(parse("sweep", ["--out", "nowhere", *argv]))]
 
 
 def test_every_combination_is_a_run() -> None:
@@ -112,7 +113,8 @@ def test_every_combination_is_a_run() -> None:
 
 def test_other_settings_that_differ_are_in_the_name_and_values_with_commas_stay_whole(tmp_path: Path) -> None:
     asked = ["--train.lr=0.1,0.2", "--train.scale", "[0.5,1.0]", "--task=circle,square/star", "--threads", "1"]
-    args, found = plan(["--out", "x", *asked])
+    args = parse("sweep", ["--out", "x", *asked])
+    found = plan(args)
     assert [job.name.partition("-s42")[2] for job in found] == ["-lr-0.1", "-lr-0.2"]
     assert [job.config["train"]["lr"] for job in found] == [0.1, 0.2]
     assert all(job.config["train"]["scale"] == [0.5, 1.0] for job in found)
@@ -128,7 +130,7 @@ def test_a_file_gives_lists_and_several_blocks_and_flags_win(tmp_path: Path) -> 
         {"preset": "shapes-quick", "method": {"name": "mib", "lambda_kd": [1.0, 100]}, "seed": 1},
     ]
     file.write_text(yaml.safe_dump(blocks))
-    _, found = plan(["--out", "x", "--spec", str(file), "--seed", "7"])
+    found = plan(parse("sweep", ["--out", "x", "--spec", str(file), "--seed", "7"]))
     assert [job.name for job in found] == [
         "shapes-6-2-overlapped-finetune-s7-epochs-3",
         "shapes-6-2-overlapped-mib-s7-epochs-3",
@@ -144,15 +146,15 @@ def test_a_file_gives_lists_and_several_blocks_and_flags_win(tmp_path: Path) -> 
     [
         (["--method", "mib,plopp"], "unknown method 'plopp'; did you mean 'plop'"),
         (["--train.lrr", "1"], "unknown argument '--train.lrr'; did you mean --train.lr"),
-        (["--seed"], "'--seed' is no setting with a value"),
-        (["mib"], "'mib' is no setting with a value"),
+        (["--seed"], "'--seed' is not a setting with a value"),
+        (["mib"], "'mib' is not a setting with a value"),
         (["--seed", "1,x"], "seed is 'x'; it must be a whole number"),
         (["--spec", "absent.yaml"], "--spec absent.yaml cannot be read .*; give a YAML file"),
     ],
 )
 def test_wrong_values_are_told_before_anything_runs(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan(["--out", "nowhere", *argv])
+        plan(parse("sweep", ["--out", "nowhere", *argv]))
 
 
 def base(**changes: Any) -> str | None:
@@ -375,7 +377,7 @@ def test_status_tells_who_is_at_work_and_nothing_is_no_sweep(
     assert main(["sweep", "status", str(root)]) == 2
     assert "holds no sweep" in capsys.readouterr().err
     assert main(["sweep", "--out", str(root)]) == 2
-    assert "has no runs to go on with" in capsys.readouterr().err
+    assert "has no runs to resume" in capsys.readouterr().err
     queue = Queue(root)
     queue.add(jobs("a", "b"))
     held = queue.take("worker 3")

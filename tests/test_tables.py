@@ -859,7 +859,7 @@ def test_results_hold_the_papers_table(script: ModuleType, study: Path, capsys: 
     script.main([])
     capsys.readouterr()
     for kind in ("markdown", "latex", "csv"):  # other options of inference and ablations have a page of their own
-        main(["compare", "results/voc-laptop/runs.jsonl", "--format", kind])
+        main(["compare", "results/voc-laptop/runs.jsonl", "--commands", "--format", kind])
         assert Path(f"results/voc-laptop/paper{FORMATS[kind]}").read_text() == capsys.readouterr().out
     assert "\\begin{tabular}" in Path("results/voc-laptop/paper.tex").read_text()
     assert "evidential,,15-1" in Path("results/voc-laptop/paper.csv").read_text()

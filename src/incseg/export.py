@@ -188,6 +188,16 @@ class Difference:
         )
 
 
+def agreement_line(differences: list[Difference]) -> str:
+    """Return how closely an exported graph agrees with its model, in words."""
+    largest = max(max(one.probabilities, one.uncertainty) for one in differences)
+    labels = 1 - max(one.labels for one in differences)
+    return (
+        f"checked: it agrees with the model at {len(differences)} image sizes; probabilities and uncertainty to within "
+        f"{largest:.0e} (allowed: {TOLERANCE:.0e}), labels at {labels:.2%} of the pixels"
+    )
+
+
 def compare(model: Any, predictor: Predictor) -> list[Difference]:
     """What the graph gives beside what the predictor gives, at three sizes, odd ones too, one and three images."""
     _, runtime = onnx_packages()

@@ -244,7 +244,7 @@ class Plan:
     """A request with what the model and the images say to it: which recipes to try, with which settings.
 
     train_images: how many photographs to learn from show each new class.
-    further:      classes that the model knows and learns further.
+    further:      classes that the model knows and that are improved.
     lines:        what a person should read before the work begins.
     """
 
@@ -366,7 +366,8 @@ class Plan:
             self.further = warm_start.learn_further(self.request.classes or "", Analytic.Config.ridge)
             if self.further:
                 self.lines.append(
-                    f"{', '.join(self.further)}: known, so learnt further; what was seen of it before counts, too"
+                    f"the model knows {', '.join(self.further)} already: what it has learnt counts, and the new "
+                    "photographs improve it"
                 )
         inner = open_source(self.config(AS_TRAINED).data)
         source = warm_start.extended(inner, self.request.classes or "joint")
@@ -378,7 +379,7 @@ class Plan:
         self.train_images = {name: sum(i in classes for classes in shown) for i, name in ids.items()}
         for name, count in self.train_images.items():
             if count == 0:
-                raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
+                raise UserError(f"no training image shows '{name}'; add some, or leave it out")
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
         self.lines += write_sheet(inner, meaning.pixels, RunDir(self.request.out).sheet) if speaks() else []

@@ -175,14 +175,16 @@ class Setup:
     def announce(self) -> list[str]:
         """Return lines on what the model knows and is about to learn, with warnings."""
         assert self.warm_start is not None
-        known = self.warm_start.classes
+        improved = self.warm_start.improved
+        known = [*self.warm_start.classes, *improved]
         lines = [f"{self.warm_start.file} knows {len(known)} classes: {', '.join(known)}"]
         new = {name: self.class_images[name] for name in self.protocol.steps[-1].names}
-        counts = [f"{name} ({train} images to learn from, {test} held back)" for name, (train, test) in new.items()]
-        lines.append(f"new: {', '.join(counts)}")
+        for what, names in (("improves", improved), ("adds", [name for name in new if name not in improved])):
+            counts = [f"{name} ({new[name][0]} images to learn from, {new[name][1]} held back)" for name in names]
+            lines += [f"{what}: {', '.join(counts)}"] if counts else []
         for name, (train, _) in new.items():
             if train == 0:
-                raise UserError(f"no training image shows the new class '{name}'; add some, or leave it out")
+                raise UserError(f"no training image shows '{name}'; add some, or leave it out")
             if train < FEW_IMAGES:
                 lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
         return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
@@ -317,7 +319,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         with contextlib.closing(board):
             results = trainer.run()
         if setup.warm_start is not None and runtime.is_main:
-            measure_forgetting(folder, setup.protocol.steps[-1], loaders, config.method, config.eval, runtime)
+            improved = setup.warm_start.file if setup.warm_start.improved else None
+            last = setup.protocol.steps[-1]
+            measure_forgetting(folder, last, loaders, config.method, config.eval, runtime, improved)
         runtime.barrier()
         return results
 

@@ -30,7 +30,7 @@ MOST_MEMORY = 3 * 2**30
 """What a command may ask for beyond what the harness holds already: a bomb that went off asks for more."""
 _ESCAPED = 70
 _CLEAR = re.compile(
-    r"(error|warning|note|skipped): \S|stopped; everything so far is saved"
+    r"(error|warning|note|skipped): \S|stopped; progress is saved"
     r"|TIFF\w+: |tempfile\.tif: |ERROR: Unexpected (segmentation fault|bus error) encountered in worker"
 )
 """Libtiff inside Pillow and torch's loader processes talk to stderr themselves; our own line comes all the same."""

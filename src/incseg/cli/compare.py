@@ -1,4 +1,4 @@
-"""`incseg compare`: the paper's tables from run folders, beside the published figures."""
+"""`incseg compare`: tables of runs in the paper's layout, beside published results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from incseg.report.runs import collected_warnings, print_warning, read_runs, req
 from incseg.report.tables import ABLATIONS, apart_line, compare, set_apart
 from incseg.report.writers import FORMATS, written
 
-HELP = "a table of finished runs in the paper's layout, mean over seeds, beside the published figures"
+HELP = "print a table of finished runs, mean over seeds, beside published results"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")
     parser.add_argument(
-        "--published", choices=["true", "false"], default="true", help="with the published figures (default: true)"
+        "--published", choices=["true", "false"], default="true", help="with published results (default: true)"
     )
     parser.add_argument(
         "--everything",
         action="store_true",
-        help=f"also runs below a folder {ABLATIONS}/ and tests with other inference options, which are else left out "
-        "unless their run is named itself",
+        help=f"also show runs below a folder {ABLATIONS}/ and tests with other inference options; without it they are "
+        "shown only for a run that is named itself",
     )
-    parser.epilog = "incseg eval RUN --method.NAME VALUE --save adds a row with other inference options to that of RUN."
+    parser.add_argument(
+        "--commands", action="store_true", help="print the commands of all runs, not only of those given as run folders"
+    )
+    parser.epilog = "incseg eval RUN --method.NAME VALUE --save adds a row with other inference options of RUN."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if note:
         print(f"note: {note}", file=sys.stderr)
     with collected_warnings(show=True):
-        tables = compare(records, args.published == "true")
+        tables = compare(records, args.published == "true", all_commands=args.commands)
     for warning in (warning for table in tables for warning in table.warnings):
         print_warning(warning)
     text = written(args.format, tables, records)

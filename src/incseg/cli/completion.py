@@ -1,4 +1,4 @@
-"""`incseg completion`: a script that completes commands, flags and choices in a shell, without starting Python."""
+"""`incseg completion`: print a script that completes commands, flags and choices in a shell without starting Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACES = {
     "fish": "~/.config/fish/completions/incseg.fish",
 }
 _BASH_EQUALS = r"""
-# bash hands over `--data=voc` as three words; shtab expects two
+# bash splits `--data=voc` into three words; shtab expects two
 _incseg() {
   local word words=()
   for word in "${COMP_WORDS[@]:0:COMP_CWORD}"; do [[ $word == "=" ]] || words+=("$word"); done
@@ -49,7 +49,7 @@ def script(shell: str) -> str:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Return one parser with every command, its flags and their choices. It completes and never parses."""
+    """Return one parser with every command, its flags and their choices. It is used to complete, never to parse."""
     import shtab
 
     from incseg.cli.main import COMMANDS, one_line_help
@@ -60,14 +60,11 @@ def _whole_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers()
     for name in COMMANDS:
         module = importlib.import_module(f"incseg.cli.{name}")
-        own = [module.own_parser()] if hasattr(module, "own_parser") else []
-        command = commands.add_parser(name, help=one_line_help(name), parents=own, add_help=not own)
-        passed: Sequence[str] = ("--",)  # train and sweep take every setting of a run
-        if hasattr(module, "add_arguments"):
-            module.add_arguments(command)
-            passed = getattr(module, "PASS_UNKNOWN", ())
+        command = commands.add_parser(name, help=one_line_help(name))
+        module.add_arguments(command)
+        passed = getattr(module, "PASS_UNKNOWN", ())
         for flag, choices in settings.items():
-            if flag.startswith(tuple(passed)) and flag not in command._option_string_actions:
+            if flag.startswith(passed) and flag not in command._option_string_actions:
                 command.add_argument(flag, choices=choices)
         for action in command._actions:
             if action.nargs != 0 and not action.choices:
@@ -94,7 +91,7 @@ def _settings() -> dict[str, Sequence[str] | None]:
 
 
 def _values(kind: Any) -> Sequence[str] | None:
-    """Return what a setting of this type can be, where that is a list."""
+    """Return the values of a setting of this type, where they can be listed."""
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     return ["true", "false"] if kind is bool else None

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from incseg.cli.settings import check_method_options, method_overrides
-from incseg.export import TOLERANCE, export_onnx
+from incseg.export import TOLERANCE, agreement_line, export_onnx
 from incseg.files import require_file_name
 from incseg.inference import load
 from incseg.types import UserError
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         name = str(predictor.info["method"]["name"])
         predictor = predictor.with_options(**method_overrides("incseg export", name, args.unknown))
     differences = export_onnx(predictor, args.out, args.check)
-    print(f"{args.out}: {len(predictor.classes)} classes with background, {args.out.stat().st_size / 1e6:.1f} MB")
-    for difference in differences:
-        print(f"  differs from the model at {difference}")
+    print(f"{args.out}: {len(predictor.classes)} classes, background included, {args.out.stat().st_size / 1e6:.1f} MB")
+    if differences:
+        print(agreement_line(differences))
     return 0

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--classes", metavar="NAMES", help='such as "helmet,vest" (default: all that the model does not know)'
     )
-    parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write; the same command goes on")
+    parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write; repeat the command to resume")
     parser.add_argument(
         "--recipe", choices=[AUTO, *RECIPES], default=AUTO,
         help="how to learn: auto tries a few, from gentle to strong, and takes the best (default: auto)",
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         report = extend(tries, out, train_images=plan.train_images)
     except KeyboardInterrupt:
         if speaks():
-            print(f"stopped; everything so far is saved in {out}, the same command goes on", file=sys.stderr)
+            print(f"stopped; progress is saved in {out}; repeat the command to resume", file=sys.stderr)
         return 130
     if not speaks():
         return 0

@@ -1,4 +1,4 @@
-"""Which command, and what a person sees when it fails: one line, no traceback."""
+"""Choose and run a command. What a user can cause is reported in one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ COMMANDS = (
 """Each is a module of this package."""
 _OUT_OF_MEMORY = "out of memory; use a smaller --train.batch_size, --train.crop, --eval.batch_size or --eval.size"
 _REMEDIES = {
-    errno.EEXIST: "something that is no folder has this name, so choose another",
-    errno.ENOTDIR: "a part of this path is a file, so correct it",
-    errno.EISDIR: "this is a folder, so give the name of a file",
+    errno.EEXIST: "a file of this name exists; choose another name",
+    errno.ENOTDIR: "a part of this path is a file; correct the path",
+    errno.EISDIR: "this is a folder; give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-"""What to do where the system refuses a path for what it is; else the disk is to blame."""
+"""What to do where the system refuses a path; all other errors are about the disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     trust_named(arguments)
-    # Read when torch is loaded, which is later. Threads that wait by spinning take the cores from each other as soon as
-    # anything else runs: on two busy cores a training step took eight times as long.
+    # Set before torch is imported, which reads it. Threads that spin while they wait take the cores from each other as
+    # soon as anything else runs: on two busy cores a training step took eight times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Pillow's remarks on odd files: what it cannot read, it raises, and we name the file.
+    # Pillow warns about odd files. What it cannot read raises an error, and we name the file.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         return _dispatch(arguments)
@@ -60,24 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(known)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        remedy = _REMEDIES.get(error.errno or 0, "see that the disk has space and the folder may be written")
+        remedy = _REMEDIES.get(error.errno or 0, "check that the disk has space and the folder is writable")
         return _fail(f"{error.strerror or error}{where}; {remedy}")
 
 
 def _known_failure(message: str) -> str | None:
-    """What torch reports as a RuntimeError without being a fault of the program."""
+    """Return a message for what torch reports as a RuntimeError though it is not a fault of the program."""
     if "DataLoader worker" in message and "traceback" not in message.lower():
         return (
             f"a loader process has ended ({message.splitlines()[0]}); use fewer --train.workers and --eval.workers "
             "(0 loads in the process itself), or give the container more shared memory"
         )
     if "Connection closed by peer" in message or "Connection reset by peer" in message:
-        return "another process of this run has ended; its own error tells why"
+        return "another process of this run has ended; see its own error"
     return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch means this: it has a class of its own for it on GPUs only."""
+    """Return whether torch ran out of memory. Only on GPUs it has an exception class of its own for that."""
     known = ("out of memory", "not enough memory", "can't allocate memory")
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in known)
 
@@ -92,31 +92,40 @@ def _dispatch(arguments: list[str]) -> int:
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
         raise UserError(unknown("command", name, COMMANDS))
+    return importlib.import_module(f"incseg.cli.{name}").run(parse(name, rest))
+
+
+def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a command; `unknown` has those that its PASS_UNKNOWN lets through to a later parser."""
     command = importlib.import_module(f"incseg.cli.{name}")
-    if hasattr(command, "main"):  # commands with a configuration parse for themselves
-        return command.main(rest)
-    parser = _Parser(prog=f"incseg {name}", description=command.HELP, allow_abbrev=False)
+    passed = getattr(command, "PASS_UNKNOWN", ())
+    parser = _Parser(
+        prog=f"incseg {name}", description=_sentence(command.HELP), allow_abbrev=False, add_help="-" not in passed
+    )
     command.add_arguments(parser)
-    if passed := getattr(command, "PASS_UNKNOWN", ()):
-        args, unknown_tokens = parser.parse_known_args(rest)
-        args.unknown = unknown_tokens
-        for token in unknown_tokens:
-            if token.startswith("--") and not token.startswith(passed):
-                parser.error(f"unrecognized arguments: {token}")
-    else:
-        args = parser.parse_args(rest)
-    return command.run(args)
+    if not passed:
+        return parser.parse_args(arguments)
+    args, left_over = parser.parse_known_args(arguments)
+    args.unknown = left_over
+    for token in left_over:
+        if token.startswith("--") and not token.startswith(passed):
+            parser.error(f"unrecognized arguments: {token}")
+    return args
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors as one line, with the nearest flag for a mistyped one."""
+    """A parser whose errors are one line, with the nearest flag for a mistyped one."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(explain(message, self))
 
 
 def explain(message: str, parser: argparse.ArgumentParser) -> str:
-    """argparse's complaint in one line, with the nearest flag where one was mistyped."""
+    """Return argparse's error in one line, with the nearest flag where one was mistyped."""
     line = " ".join(message.split())
     if line.startswith("unrecognized arguments:"):
         flag = line.split(":", 1)[1].split()[0].split("=")[0]
@@ -127,22 +136,22 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean …?" where a name is near one that exists, else nothing."""
+    """Return "; did you mean …?" where a name is close to a known one, else nothing."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _overview() -> str:
     lines = ["incseg: learn new segmentation classes without forgetting the old ones", ""]
-    lines.append("usage: incseg COMMAND [options]; incseg COMMAND --help shows its options")
+    lines.append("usage: incseg COMMAND [options]     (incseg COMMAND --help lists the options)")
     lines.append("")
     for name in COMMANDS:
         lines += textwrap.wrap(one_line_help(name), 100, initial_indent=f"  {name:10}  ", subsequent_indent=" " * 14)
-    return "\n".join([*lines, "", "incseg --version; incseg doctor tells what is there and what is missing"])
+    return "\n".join([*lines, "", "incseg --version prints the version; incseg doctor checks the installation"])
 
 
 def one_line_help(name: str) -> str:
-    """A command's HELP, read from its file: importing the commands would import torch, two seconds for one screen."""
+    """Return the HELP of a command, read from its file: importing all commands would import torch, for seconds."""
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["HELP"]:

@@ -1,4 +1,4 @@
-"""`incseg sweep`: methods × tasks × settings × seeds × anything, as a queue on disk that many workers share."""
+"""`incseg sweep`: all combinations of some settings, in a queue on disk that several workers share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from incseg.cli.main import explain
 from incseg.cli.settings import lengthen, parse_run
 from incseg.engine.progress import figures_line
 from incseg.engine.queue import Job, Queue, State
@@ -28,85 +27,77 @@ from incseg.files import read_json, read_yaml
 from incseg.run import add_jobs, job_of
 from incseg.types import UserError
 
-HELP = "many runs (methods × tasks × settings × seeds) from a queue on disk; sweep status DIR tells how far they are"
+HELP = "train every combination of methods, tasks, seeds and other settings; sweep status DIR shows the progress"
+PASS_UNKNOWN = ("--",)  # every setting of incseg train
 STATES: tuple[State, ...] = ("done", "running", "waiting", "failed")
 _IN_THE_NAME = ("data.name", "task", "setting", "method.name", "seed")
 _STYLES = {"done": "green", "running": "bold", "waiting": "dim", "failed": "red"}
-_DESCRIPTION = """Runs every combination of the values given, each in a folder of its own under --out.
+_DESCRIPTION = """Train every combination of the given values, each run in its own folder under --out.
 
-Any setting of incseg train takes several values, separated by commas: --method evidential,mib
---task 15-5,15-1 --setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. A value
-in brackets, a task of own groups (cat,dog/bird) and the name of a file stay whole. Steps that
-runs have in common are trained once (--reuse false trains them in every run).
+Every setting of incseg train takes several values, separated by commas: --method evidential,mib
+--task 15-5,15-1 --setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. Values in
+brackets, tasks of class names (cat,dog/bird) and names of files are not split. A step that several
+runs share is trained once; --reuse false trains it in every run.
 
-The same command, here or on a machine that shares the disk, adds workers; after an interruption
-it goes on. With --out alone it goes on with the runs that are in the folder. incseg sweep status
-DIR prints a table of them."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(explain(message, self))
+Repeat the command to resume after an interruption. Start it a second time, here or on a machine
+that shares the disk, to add workers. With --out alone it resumes the runs in that folder.
+incseg sweep status DIR prints a table of all runs and their progress."""
 
 
-def main(argv: Sequence[str]) -> int:
-    if list(argv[:1]) == ["status"]:
-        return _status(argv[1:])
-    args, jobs = plan(argv)
+def run(args: argparse.Namespace) -> int:
+    if args.unknown[:1] == ["status"]:
+        return _status(args.unknown[1:])
+    jobs = plan(args)
     if args.list:
         print("\n".join(job.name for job in jobs))
         return 0
     if args.print_slurm:
-        print(slurm_script(args, argv), end="")
+        print(slurm_script(args), end="")
         return 0
     queue = Queue(args.out)
     add_jobs(queue, jobs)
     if not queue.jobs():
-        raise UserError(f"{args.out} has no runs to go on with; name some, such as --method evidential,mib --task 6-2")
+        raise UserError(f"{args.out} has no runs to resume; describe some, such as --method evidential,mib --task 6-2")
     if args.retry:
         queue.retry_failed()
     try:
         states = Workers(args.out, args.workers).work()
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; repeat the command to resume", file=sys.stderr)
         return 130
     print(f"{in_words(states)}; incseg sweep status {args.out} shows them")
     if states["failed"]:
-        print("--retry starts the failed ones again", file=sys.stderr)
+        print("--retry starts failed runs again", file=sys.stderr)
     return 1 if states["failed"] else 0
 
 
-def plan(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Job]]:
-    """The command's own options, and the runs that the others describe; nothing is written."""
-    args, tokens = own_parser().parse_known_args(argv)
-    given = dict(_values_of_flags(tokens))
-    blocks = [{**block, **given} for block in (_blocks_of_file(args.spec) if args.spec else [{}])]
-    return args, list(jobs_of(blocks)) if args.spec or given else []
-
-
-def own_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="incseg sweep",
-        usage="incseg sweep --out DIR [--workers N] [--KEY VALUE[,VALUE…] …]\n       incseg sweep status DIR",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the runs and their queue")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "incseg sweep --out DIR [--workers N] [--KEY VALUE[,VALUE…] …]\n       incseg sweep status DIR"
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs and their queue (required)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument(
-        "--spec", metavar="FILE", help="YAML: settings, with a list where several values are tried; or a list of such"
+        "--spec", metavar="FILE", help="YAML file of settings, with a list for several values; or a list of such blocks"
     )
     parser.add_argument("--retry", action="store_true", help="start failed runs again")
-    parser.add_argument("--list", action="store_true", help="print the names of the runs and end")
+    parser.add_argument("--list", action="store_true", help="print the names of the runs and exit")
     parser.add_argument(
-        "--print-slurm", action="store_true", help="print a job script for SLURM, an array of --workers tasks, and end"
+        "--print-slurm", action="store_true", help="print a SLURM script, an array of --workers tasks, and exit"
     )
-    return parser
+
+
+def plan(args: argparse.Namespace) -> list[Job]:
+    """Return the runs that a command line describes. Write nothing."""
+    if args.out is None:
+        raise UserError("--out is missing; give the folder of the runs: incseg sweep --out DIR")
+    given = dict(_values_of_flags(args.unknown))
+    blocks = [{**block, **given} for block in (_blocks_of_file(args.spec) if args.spec else [{}])]
+    return list(jobs_of(blocks)) if args.spec or given else []
 
 
 def jobs_of(blocks: Sequence[dict[str, list[Any]]]) -> Iterator[Job]:
-    """Every combination of every block as a run, named by the usual settings and by whatever else differs."""
+    """Yield a run for every combination of every block, named by the usual settings and by what else differs."""
     combinations = [
         dict(zip(block, values, strict=True)) for block in blocks for values in itertools.product(*block.values())
     ]
@@ -130,18 +121,18 @@ def jobs_of(blocks: Sequence[dict[str, list[Any]]]) -> Iterator[Job]:
 
 
 def _values_of_flags(tokens: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """`--key a,b` and `--key=a,b` as (key, [a, b])."""
+    """Yield (key, [a, b]) for `--key a,b` and `--key=a,b`."""
     rest = list(tokens)
     while rest:
         flag, equals, value = lengthen(rest.pop(0)).partition("=")
         if not flag.startswith("--") or (not equals and not rest):
-            raise UserError(f"'{flag}' is no setting with a value; write --key value or --key value,value")
+            raise UserError(f"'{flag}' is not a setting with a value; write --key value or --key value,value")
         value = value if equals else rest.pop(0)
         yield flag.removeprefix("--"), _split(flag.removeprefix("--"), value)
 
 
 def _split(key: str, value: str) -> list[Any]:
-    """At commas outside brackets; a task of own groups and the name of a file stay whole."""
+    """Split at commas outside brackets, but not a task of class names or the name of a file."""
     if (key == "task" and "/" in value) or Path(value).exists():
         return [value]
     depth, parts = 0, [""]
@@ -160,7 +151,7 @@ def _blocks_of_file(file: str) -> list[dict[str, list[Any]]]:
     except OSError as error:
         raise UserError(f"--spec {file} cannot be read ({error.strerror}); give a YAML file") from error
     except yaml.YAMLError as error:
-        raise UserError(f"--spec {file} is no valid YAML ({str(error).splitlines()[0]})") from error
+        raise UserError(f"--spec {file} is not valid YAML ({str(error).splitlines()[0]})") from error
     blocks = read if isinstance(read, list) else [read]
     if not blocks or not all(isinstance(block, dict) for block in blocks):
         raise UserError(f"--spec {file} holds no settings; write lines such as 'method: [evidential, mib]'")
@@ -174,13 +165,10 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def slurm_script(args: argparse.Namespace, argv: Sequence[str]) -> str:
-    """Every task of the array is one worker of the same queue."""
-    words = [word for word in argv if word != "--print-slurm"]
-    for position, word in enumerate(words):
-        if word.startswith("--workers"):
-            del words[position : position + (1 if "=" in word else 2)]
-            break
+def slurm_script(args: argparse.Namespace) -> str:
+    """Return a job script in which every task of an array is one worker of the same queue."""
+    words = ["--out", str(args.out), *(["--spec", args.spec] if args.spec else []), *["--retry"] * args.retry]
+    words += args.unknown
     return f"""#!/bin/bash
 #SBATCH --job-name=incseg-{args.out.name}
 #SBATCH --array=1-{args.workers}
@@ -190,8 +178,8 @@ def slurm_script(args: argparse.Namespace, argv: Sequence[str]) -> str:
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --output=slurm-%A_%a.txt
-# Each task is a worker. Two minutes before its time is over it is told to stop: the run is saved, and the task queued
-# again. INCSEG_CACHE must name a folder that all nodes share, so that a base is trained once.
+# Each task is a worker. Two minutes before its time limit it gets SIGTERM, saves the run, and is queued again.
+# INCSEG_CACHE must name a folder that all nodes share, so that a base is trained once.
 srun incseg sweep {shlex.join(words)} --workers 1
 code=$?
 if [ "$code" -eq 130 ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"; fi
@@ -200,17 +188,17 @@ exit "$code"
 
 
 def _status(argv: Sequence[str]) -> int:
-    parser = _Parser(prog="incseg sweep status", description="How far the runs of a sweep are.", allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the sweep's --out")
-    queue = Queue(parser.parse_args(argv).folder)
+    if len(argv) != 1:
+        raise UserError(f"status takes one folder, got {len(argv)}; give the --out of a sweep: incseg sweep status DIR")
+    queue = Queue(Path(argv[0]))
     jobs = queue.jobs()
     if not jobs:
-        raise UserError(f"{queue.root} holds no sweep; incseg sweep --out {queue.root} … starts one")
+        raise UserError(f"{queue.root} holds no sweep; start one with incseg sweep --out {queue.root} …")
     states = {job.name: queue.state(job) for job in jobs}
     table = Table(header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
-    table.add_column("how far", overflow="fold")
+    table.add_column("progress", overflow="fold")
     for job in jobs:
         state = states[job.name]
         table.add_row(Text(job.name), Text(state, style=_STYLES[state]), Text(how_far(queue, job, state)))
@@ -220,7 +208,7 @@ def _status(argv: Sequence[str]) -> int:
 
 
 def how_far(queue: Queue, job: Job, state: State) -> str:
-    """One line on a run: its figures, who works on it and where it is, what it waits for, or why it failed."""
+    """Return a line on a run: its figures, its worker and progress, what it waits for, or why it failed."""
     run = queue.run(job.name)
     if state == "done":
         results = read_json(run.results)
@@ -232,7 +220,7 @@ def how_far(queue: Queue, job: Job, state: State) -> str:
     if state == "running":
         last = _last_line(queue.log(job.name)) if queue.log(job.name).exists() else ""
         return f"{steps}, {queue.worker(job)}" + (f"\n{last}" if last.startswith(("step ", "test ")) else "")
-    return steps if done else "for its turn or its base"
+    return steps if done else "not started, or its base is being trained"
 
 
 def _last_line(file: Path) -> str:

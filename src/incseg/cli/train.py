@@ -1,9 +1,9 @@
-"""`incseg train`: an experiment through all its steps, or the rest of one that was interrupted."""
+"""`incseg train`: train all steps of a run, or the rest of an interrupted one."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 
 from incseg.cli.settings import parse_run
 from incseg.config import OWN_PHOTOGRAPHS
@@ -11,15 +11,19 @@ from incseg.engine.progress import figures_line, percent
 from incseg.engine.runtime import speaks
 from incseg.run import fit_size, train
 
-HELP = "learn a task step by step; the same command goes on where a run was interrupted"
-
+HELP = "train a model step by step; repeat the command to resume an interrupted run"
+PASS_UNKNOWN = ("-",)  # defaults and flags depend on the preset and the method, so jsonargparse reads all of them
 
 _SIZE_FLAGS = ("--train.crop", "--eval.size", "--config")
 
 
-def main(argv: Sequence[str]) -> int:
-    config = parse_run("incseg train", "Learn a task step by step.", argv)
-    if config.preset == OWN_PHOTOGRAPHS and not any(token.split("=")[0] in _SIZE_FLAGS for token in argv):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: `parse_run` has all flags, --help among them."""
+
+
+def run(args: argparse.Namespace) -> int:
+    config = parse_run("incseg train", "Train a model step by step.", args.unknown)
+    if config.preset == OWN_PHOTOGRAPHS and not any(token.split("=")[0] in _SIZE_FLAGS for token in args.unknown):
         size = fit_size(config)
         if speaks():
             print(size)
@@ -27,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         results = train(config)
     except KeyboardInterrupt:
         if speaks():
-            print(f"stopped; everything so far is saved in {config.folder}, the same command goes on", file=sys.stderr)
+            print(f"stopped; progress is saved in {config.folder}; repeat the command to resume", file=sys.stderr)
         return 130
     if not speaks():
         return 0

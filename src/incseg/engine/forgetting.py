@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,29 +22,36 @@ from incseg.losses.pixelwise import row_strips_of_all
 from incseg.methods import build_method
 from incseg.methods.base import Method
 from incseg.metrics.confusion import confusion_counts, iou
+from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Step
 from incseg.types import BACKGROUND, IGNORE, UNSEEN
 
 
 def measure_forgetting(
-    folder: RunDir, step: Step, loaders: Loaders, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime
+    folder: RunDir, step: Step, loaders: Loaders, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime,
+    improved: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare the models of step 0 and of `step`; what is found is saved in the run folder and measured once.
 
     On the held-back images or, where the dataset has none, on the step's training images.
+
+    improved: the model that was extended, where it knew some of the new classes already: step 0 has them no more.
     """
     digest = folder.row_digest(step.index)
     found = read_json(folder.forgetting) if folder.forgetting.exists() else {}
     if found.get("row_digest") != digest:
         models = [_saved(folder, index, method_settings, runtime) for index in (0, step.index)]
+        extended = None
+        if improved:  # a model file may stand alone, without the state of its method
+            extended = load_segmenter(improved)[0].to(runtime.device), build_method(method_settings)
         held_out = bool(loaders.test_images)
         if held_out:
             batches = loaders.testing(step, range(len(loaders.test_images)), config.batch_size if config.size else 1)
         else:  # with all the labels that a test would have
             batches = loaders.plain(replace(step, train_table=step.test_table), config.batch_size)
         total = len(loaders.test_images) or len(loaders.train_images[step.index])
-        compared = compare_models(models, with_progress(batches, "before and after", total), runtime)
+        compared = compare_models(models, with_progress(batches, "before and after", total), runtime, extended)
         found = {"row_digest": digest, "held_out": held_out, **compared}
         write_json(folder.forgetting, found)
     return found
@@ -56,7 +64,10 @@ def _saved(folder: RunDir, step: int, settings: dict[str, Any], runtime: Runtime
 
 @torch.no_grad()
 def compare_models(
-    models: Sequence[tuple[Segmenter, Method]], batches: Iterable[Loaded], runtime: Runtime
+    models: Sequence[tuple[Segmenter, Method]],
+    batches: Iterable[Loaded],
+    runtime: Runtime,
+    extended: tuple[Segmenter, Method] | None = None,
 ) -> dict[str, Any]:
     """Predict with the (model, method) before and after, on batches with all labels known to the one after; for JSON.
 
@@ -64,10 +75,16 @@ def compare_models(
              the one after gives the same class, a new one (by name), or something else; and both IoUs where the masks
              show the class.
     new:     per new class the images and pixels that are labelled so, the pixels that are predicted so, and the IoU.
+             Of a class that the model `extended` knows already, also its IoU by that model, as iou_before.
     Classes of the dataset that neither knows are background.
     """
     (before, _), (after, _) = models
+    names = _names(after)
     counted = zero_counts(after.num_classes, before.num_classes)
+    # the model that was extended has the same classes as the one after or fewer, in another order
+    known = _names(extended[0]) if extended else []
+    labels_after = torch.tensor([BACKGROUND, *(names.index(name) + 1 for name in known)], device=runtime.device)
+    models = [*models, *([extended] if extended else [])]
     for inputs, labels, _ in batches:
         counted.add_images(labels)
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
@@ -75,12 +92,18 @@ def compare_models(
             logits = [model.eval()(inputs).logits for model, _ in models]
         near = near_new_objects(labels, before.num_classes, MARGIN)
         for rows, strips in row_strips_of_all(logits, (labels.shape[-2], labels.shape[-1])):
-            first, second = (
+            first, second, *third = (
                 method.predict(strip, model.increments).labels
                 for strip, (model, method) in zip(strips, models, strict=True)
             )
             counted.add(first, second, labels[:, rows], near[:, rows])
-    return counted.summary([name for increment in after.increments for name in increment.classes])
+            if third:
+                counted.add_extended(labels_after[third[0].long()], labels[:, rows])
+    return counted.summary(names, known)
+
+
+def _names(model: Segmenter) -> list[str]:
+    return [name for increment in model.increments for name in increment.classes]
 
 
 MARGIN = 8
@@ -94,12 +117,14 @@ class Counted:
     moved:      (N+1, N+1) by the label before and the label after, outside new objects and a margin around them.
     confusions: of both models, row = mask.
     showing:    (N+1,) images that show each label.
+    extended:   confusions of the model that was extended, where it knew some of the new classes.
     """
 
     num_old: int
     moved: Tensor
     confusions: tuple[Tensor, Tensor]
     showing: Tensor
+    extended: Tensor
     images: int = 0
 
     def add_images(self, labels: Tensor) -> None:
@@ -116,14 +141,22 @@ class Counted:
         for confusion, found in zip(self.confusions, (before, after), strict=True):
             confusion += confusion_counts(found, target, num_labels).cpu()
 
-    def summary(self, names: Sequence[str]) -> dict[str, Any]:
-        """For JSON; `names` are those of the labels, 1 first."""
+    def add_extended(self, found: Tensor, labels: Tensor) -> None:
+        """(B, H, W) labels by the model that was extended, and those of the masks."""
+        target = torch.where(labels == UNSEEN, BACKGROUND, labels)
+        self.extended += confusion_counts(found, target, len(self.moved)).cpu()
+
+    def summary(self, names: Sequence[str], known: Sequence[str] = ()) -> dict[str, Any]:
+        """Return plain values for JSON; `names` are those of the labels, 1 first, `known` those that were extended."""
         labelled = self.confusions[0].sum(1)
         shares = [iou(confusion) for confusion in self.confusions]
         num_old, new = self.num_old, range(self.num_old + 1, len(names) + 1)
 
         def percent(share: Tensor, label: int) -> float:
             return round(100 * float(share[label]), 2)
+
+        def before_of(label: int) -> float | None:
+            return percent(iou(self.extended), label) if labelled[label] else None
 
         classes = {}
         for label, name in enumerate(names[:num_old], start=1):
@@ -145,6 +178,7 @@ class Counted:
                     "labelled": int(labelled[label]),
                     "predicted": int(self.confusions[1][:, label].sum()),
                     "iou": percent(shares[1], label) if labelled[label] else None,
+                    **({"iou_before": before_of(label)} if names[label - 1] in known else {}),
                 }
                 for label in new
             },
@@ -161,7 +195,8 @@ def near_new_objects(labels: Tensor, num_old: int, margin: int) -> Tensor:
 def zero_counts(num_classes: int, num_old: int) -> Counted:
     """Nothing counted yet, of models with these numbers of classes after and before."""
     zero = torch.zeros(num_classes + 1, num_classes + 1, dtype=torch.int64)
-    return Counted(num_old, zero, (zero.clone(), zero.clone()), torch.zeros(num_classes + 1, dtype=torch.int64))
+    showing = torch.zeros(num_classes + 1, dtype=torch.int64)
+    return Counted(num_old, zero, (zero.clone(), zero.clone()), showing, zero.clone())
 
 
 def _shares(pixels: int, kept: int, new: int) -> dict[str, Any]:

@@ -27,12 +27,14 @@ from incseg.types import BACKGROUND, UserError
 class WarmStart:
     """A model ready to be extended by a method.
 
-    about: what its file tells of its origin.
+    about:    what its file tells of its origin.
+    improved: classes that it knows and that the run improves; `model` has them no more.
     """
 
     file: Path
     model: Segmenter
     about: dict[str, Any]
+    improved: list[str] = dataclasses.field(default_factory=list)
 
     @staticmethod
     def open(path: str, method: Method, method_name: str) -> WarmStart:
@@ -78,6 +80,7 @@ class WarmStart:
             label = self.model.remove(name, ridge, to_learn_further=True)
             if label < len(self.about.get("palette", [])):
                 del self.about["palette"][label]
+        self.improved = again
         return again
 
     @property

@@ -156,7 +156,7 @@ def fit_helper(context: StepContext, epochs: int, lr: float) -> Segmenter:
     parameters = [p for name, p in helper.named_parameters() if not name.startswith(_ENCODER)]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    # momentum and decay of the recipe that trains the model itself (FIELD.md section 2)
+    # momentum and decay of the recipe that trains the model itself
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
     for epoch in range(epochs):
         for group in optimizer.param_groups:

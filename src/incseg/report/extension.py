@@ -42,7 +42,9 @@ def class_rows(report: dict[str, Any]) -> list[list[str]]:
         rows.append([name, "old", "", "not seen here" if kept is None else f"{kept:.1f} %", _iou(before), _iou(after)])
     for name, of_class in report["new"].items():
         counts = f"{report.get('train_images', {}).get(name, 0)} + {of_class['images']}"
-        rows.append([name, "new", counts, "", "", _iou(of_class["iou"])])
+        improved = "iou_before" in of_class
+        before = _iou(of_class["iou_before"]) if improved else ""
+        rows.append([name, "improved" if improved else "new", counts, "", before, _iou(of_class["iou"])])
     return rows
 
 
@@ -62,7 +64,7 @@ def try_rows(report: dict[str, Any]) -> list[list[str]]:
 
 
 def in_words(report: dict[str, Any]) -> list[str]:
-    """What happened to the old classes and which new ones were not learnt, a line each."""
+    """Return lines on the old classes, on improved ones, and on new ones that were not learnt."""
     return [*_of_the_old(report), *_of_the_new(report), *_passed_over(report)]
 
 
@@ -73,7 +75,7 @@ def _iou(value: float | None) -> str:
 def _of_the_old(report: dict[str, Any]) -> list[str]:
     total = agreement(report)
     if total is None:
-        return ["old classes: the model before saw none of them on these photographs, so nothing can be said of them"]
+        return ["old classes: the model found none of them on these photographs, so forgetting cannot be measured"]
     lines = []
     for name, of_class in report["classes"].items():
         kept = agreement(of_class)
@@ -88,8 +90,10 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
             before, after = of_class["iou"]
             lines.append(f"{name} lost {before - after:.1f} points of IoU ({before:.1f} → {after:.1f})")
     if 100 - total <= NOTHING_LOST and not lines:
-        return [f"forgot nothing: {total:.1f} % of the old classes' pixels are labelled as before"]
-    lines.insert(0, f"{total:.1f} % of the old classes' pixels are labelled as before")
+        if report["kept"] == report["pixels"]:
+            return ["old classes: all their pixels are labelled as before"]
+        return [f"old classes: {total:.1f} % of their pixels are labelled as before, and none got noticeably worse"]
+    lines.insert(0, f"old classes: {total:.1f} % of their pixels are labelled as before")
     if 100 - total > MOST_LOST:
         lines.append(
             f"warning: more than {MOST_LOST:g} % of the old classes' pixels changed; --recipe gentle changes less"
@@ -122,6 +126,8 @@ def _of_the_new(report: dict[str, Any]) -> list[str]:
     lines = []
     train_images = report.get("train_images", {})
     for name, of_class in report["new"].items():
+        if of_class.get("iou_before") is not None:
+            lines.append(f"{name}: IoU {of_class['iou_before']:.1f} → {of_class['iou']:.1f}")
         if of_class["images"] == 0:
             lines.append(
                 f"{name}: no held-back photograph shows it, so its IoU is not known; add photographs, or val.txt"

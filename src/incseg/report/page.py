@@ -33,6 +33,8 @@ log = logging.getLogger("incseg")
 FIGURES_FOLDER = "figures"
 """Beside the page."""
 _MOST_TAKINGS = 6
+_MOST_COMMANDS = 8
+"""That are shown at once; more are folded away."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
         title = "Base / New / All / Inc" if own else ""
         blocks = [
             Block(title, tables=_by_column(table), notes=under, folded=own),
-            Block("Commands", commands=table.commands),
+            Block("Commands", commands=table.commands, folded=len(table.commands) > _MOST_COMMANDS),
         ]
         tested = {record.folder for record in records if record.retest is not None and record.dataset == table.dataset}
         if tested:

@@ -5,8 +5,8 @@ Class-Incremental Semantic Segmentation (2022), who quote MiB, SDR, PLOP and REC
 What they print after ± on VOC is, by their text, the variance over seeds 42, 1337, 2001; that of New on 15-5 disjoint
 is printed as 0.0.8 and left out. They give no seeds for joint training and ADE20k.
 
-All alone: figures of the methods' own papers with a ResNet-101, as collected in this project's FIELD.md; on ADE20k
-these are of the overlapped setting in order a, and so not comparable with the paper's.
+"collected" has All alone, with a ResNet-101, of the methods' own papers. On ADE20k these are of the overlapped setting
+in order a, and so not comparable with the paper's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SOURCES = {
     PAPER: f"{PAPER}: tables 3 (VOC) and 4 (ADE20k, pseudo-disjoint, mean of orders a and b), ResNet-101 at 512; "
     "MiB, SDR, PLOP and RECALL as quoted there. Its Base of MiB (Cermelli 2020) is about a point low, because it was "
     "worked out from an All without background; the variance of its New on 15-5 disjoint is misprinted and left out",
-    "collected": "collected: All in the methods' own papers, ResNet-101 (notes of this project, FIELD.md)",
+    "collected": "collected: All with a ResNet-101, from the papers of MiB (Cermelli 2020), SDR (Michieli 2021), PLOP "
+    "(Douillard 2021), SSUL (Cha 2021), RCIL (Zhang 2022), DKD (Baek 2022) and STAR (Chen 2023)",
 }
 
 FAMILIES = (

@@ -190,16 +190,21 @@ def apart_line(apart: Sequence[RunRecord]) -> str | None:
     return f"{' and '.join(counts)} left out; --everything shows all" if counts else None
 
 
-def compare(records: Sequence[RunRecord], published: bool, quiet: bool = False) -> list[Table]:
-    """Return a table for each dataset in these records, unfinished runs left out."""
+def compare(
+    records: Sequence[RunRecord], published: bool, quiet: bool = False, all_commands: bool = True
+) -> list[Table]:
+    """Return a table for each dataset in these records, unfinished runs left out.
+
+    all_commands: with the commands of runs from summaries too, not only of those from run folders.
+    """
     finished = [record for record in records if record.finished]
     return [
-        _table(dataset, [record for record in finished if record.dataset == dataset], published, quiet)
+        _table(dataset, [record for record in finished if record.dataset == dataset], published, quiet, all_commands)
         for dataset in sorted({record.dataset for record in finished}, key=lambda name: (name not in _LAYOUTS, name))
     ]
 
 
-def _table(dataset: str, records: list[RunRecord], published: bool, quiet: bool) -> Table:
+def _table(dataset: str, records: list[RunRecord], published: bool, quiet: bool, all_commands: bool) -> Table:
     groups = group(average_orders(records), quiet)
     columns = columns_of(dataset, groups)
     ours = lines_of(dataset, groups, columns)
@@ -225,7 +230,8 @@ def _table(dataset: str, records: list[RunRecord], published: bool, quiet: bool)
         notes += [f"{SOURCES[source]}." for source in SOURCES if source in cited]
     notes += [*rules_lines(records), origin_line(records)]
     title = f"{dataset}{': ours beside the published' if theirs else ''}"
-    return Table(title, dataset, columns, lines, notes, mixtures(records), commands_of(groups))
+    own = [one for one in groups if all_commands or not one.first.is_summary]
+    return Table(title, dataset, columns, lines, notes, mixtures(records), commands_of(own))
 
 
 def columns_of(dataset: str, groups: Sequence[Group]) -> list[Column]:
@@ -250,8 +256,8 @@ def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -
     last."""
     several = {name: len({_of(g.first, name) for g in groups}) > 1 for name in ("preset", "rules")}
     by_label: dict[str, list[Group]] = {}
-    for one in groups:
-        by_label.setdefault(_label(one.first, dataset, several), []).append(one)
+    for one, label in zip(groups, _labels(groups, dataset, several), strict=True):
+        by_label.setdefault(label, []).append(one)
     lines = []
     for label, members in by_label.items():
         first = members[0].first
@@ -273,8 +279,20 @@ def _of(record: RunRecord, name: str) -> str | None:
     return record.rules["name"] if name == "rules" else record.preset
 
 
-def _label(record: RunRecord, dataset: str, several: dict[str, bool]) -> str:
-    parts = [options_text(record.options)]
+def _labels(groups: Sequence[Group], dataset: str, several: dict[str, bool]) -> list[str]:
+    """Return the names of rows. An extension has the settings of the model that it extends, and its name leaves them
+    out unless two rows would have the same."""
+    full = [_label(one.first, options_text(one.first.options), dataset, several) for one in groups]
+    short = [
+        _label(one.first, "extension", dataset, several) if one.first.settings.get("start") else label
+        for one, label in zip(groups, full, strict=True)
+    ]
+    meant = {label: {whole for other, whole in zip(short, full, strict=True) if other == label} for label in short}
+    return [label if len(meant[label]) == 1 else whole for label, whole in zip(short, full, strict=True)]
+
+
+def _label(record: RunRecord, options: str, dataset: str, several: dict[str, bool]) -> str:
+    parts = [options]
     parts += [f"{name} {_of(record, name) or 'none'}" for name, shown in several.items() if shown]
     if record.setting == JOINT and family_of(record.method) != "joint":
         parts.append("joint")

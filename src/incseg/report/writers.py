@@ -79,9 +79,7 @@ def _under(table: Table) -> list[str]:
     return [
         *(f"- {note}" for note in table.notes),
         *(f"- **Warning**: {warning}." for warning in table.warnings),
-        "- Commands:",
-        "",
-        *code_block(table.commands),
+        *(["- Commands:", "", *code_block(table.commands)] if table.commands else []),
     ]
 
 
