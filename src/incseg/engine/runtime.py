@@ -142,7 +142,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process may print: the only one, or the first of those that torchrun started."""
     return _rank() == 0
 

@@ -69,27 +69,26 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What a model reaches on held-back images.
+class HeldOutScore:
+    """The result of a model on held-out images.
 
-    iou:   mean over the new classes.
-    kept:  percent of the old classes' pixels that stay as they were.
-    shift: what must be added to the scores of the new classes for it.
+    iou:       mean IoU of the new classes.
+    agreement: percent of the old classes' pixels whose label is unchanged.
+    shift:     what must be added to the scores of the new classes to get this result.
     """
 
     iou: float
-    kept: float
+    agreement: float
     shift: float
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the hooks at the ends of a step may look at.
+    """What the hooks at the beginning and at the end of a step can use.
 
-    model:   the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
-    teacher: the frozen model of the step before; None in step 0.
-    judge:   tests the model as it is on held-back images; None where they may not be looked at.
-    say:     prints a line to the user.
+    model:             the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
+    teacher:           the frozen model of the step before; None in step 0.
+    score_on_held_out: tests the model as it is on held-out images; None where the run may not use them.
     """
 
     step: Step
@@ -97,8 +96,7 @@ class StepContext:
     teacher: Segmenter | None
     images: StepImages
     processes: Processes = field(default_factory=Alone)
-    judge: Callable[[], Judged] | None = None
-    say: Callable[[str], None] = lambda text: None
+    score_on_held_out: Callable[[], HeldOutScore] | None = None
 
 
 Average = Callable[[Callable[[Batch, Output, Output | None], Tensor]], Tensor]
