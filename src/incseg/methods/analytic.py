@@ -126,10 +126,6 @@ class Analytic(Method):
             )
         )
 
-    @property
-    def closed_form_ridge(self) -> float:
-        return self.config.ridge
-
     # The base: as evidential, to the last bit, so that both share one trained step.
 
     def begin_step(self, context: StepContext) -> None:
