@@ -68,7 +68,7 @@ class TrainConfig:
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
             becomes `crop` and the centre is taken, as in the test.
-        label_stride: train against every so many-th label in both directions; 1 is the full resolution.
+        label_stride: train against every N-th label in both directions; 1 is the full resolution.
         flip: mirror half of the images.
         clip: largest norm of the gradient; empty for no limit.
         clip_later: the same in the steps after the first, where one image whose old objects were lost for a moment can
@@ -133,11 +133,11 @@ class TrainConfig:
         return way in (self.fast or ())
 
     def clip_of(self, index: int) -> float | None:
-        """The largest norm of a gradient in a step; None for no limit."""
+        """Return the largest allowed norm of a gradient in a step; None for no limit."""
         return self.clip_later if index > 0 and self.clip_later is not None else self.clip
 
     def for_step(self, index: int) -> tuple[int, float, Frozen]:
-        """(epochs, learning rate, what stays as it is)."""
+        """Return (epochs, learning rate, what is frozen) of a step."""
         if index == 0:
             return self.epochs, self.lr, "nothing"
         return self.epochs_later or self.epochs, self.lr_later, self.frozen_later
@@ -159,7 +159,7 @@ class Trainer:
     board: TensorBoard
     cache: StepCache
     about: dict[str, Any]
-    """What the model files tell about their origin."""
+    """The metadata of the model files."""
     title: str = ""
     notes: Sequence[str] = ()
     """What is printed above and below the table of steps."""
@@ -169,7 +169,7 @@ class Trainer:
     """Step 0, where it was learnt elsewhere."""
 
     def run(self) -> dict[str, Any]:
-        """Learn the steps that are not done yet; returns what results.json holds."""
+        """Learn the steps that are not done yet and return the content of results.json."""
         if self.train.frozen_later == "model" and self.method.background_output:
             raise UserError(
                 "train.frozen_later is model, and this method cannot add classes to a model that stays as it is; use "
@@ -407,7 +407,7 @@ class Trainer:
         self, of: Callable[[Batch, Output, Output | None], Tensor], parts: list[Batch], teacher: Segmenter | None
     ) -> Tensor:
         """The mean of a function of (batch, output, teacher's output) over all micro-batches of all processes."""
-        with torch.no_grad(), _buffers_kept(self.model):
+        with torch.no_grad(), _buffers_unchanged(self.model):
             found = [of(part, *self._forward(self.model, teacher, part)) for part in parts]
         return self.runtime.mean(torch.stack(found).mean(0))
 
@@ -480,8 +480,8 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put running statistics back that a pass which only looks has moved."""
+def _buffers_unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the running statistics after a pass that only measures."""
     before = [buffer.clone() for buffer in model.buffers()]
     yield
     for buffer, value in zip(model.buffers(), before, strict=True):
