@@ -117,7 +117,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in RunDir(folder).rows()]
 
 
-def evaluated_again(folder: Path, step: int | None = None) -> dict[str, Any]:
+def reevaluated_row(folder: Path, step: int | None = None) -> dict[str, Any]:
     """The row that evaluating a saved step gives, with what only training knows added."""
     row = evaluate(folder, step)
     trained = rows_of(folder)[row["index"]]

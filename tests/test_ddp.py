@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, evaluated_again, rows_of, small_config, write_config
+from small_runs import PYTHON_PATH, reevaluated_row, rows_of, small_config, write_config
 
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
@@ -79,7 +79,7 @@ os._exit(code)  # gloo's threads may abort at the end of a process whose peer ha
     assert "run folder:" in main_out
     assert other_out == ""
     for step, row in enumerate(rows_of(config.folder)):
-        assert evaluated_again(config.folder, step) == row
+        assert reevaluated_row(config.folder, step) == row
 
 
 def test_fewer_images_in_a_batch_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

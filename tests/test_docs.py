@@ -130,20 +130,3 @@ def test_every_command_is_in_the_overview(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in COMMANDS)
-
-
-def test_the_example_method_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING's method, as printed, learns two steps through the command line with its own flag."""
-    from incseg.cli import main
-
-    code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert code is not None
-    assert len(code[1].splitlines()) <= 50
-    (tmp_path / "guide_example.py").write_text(code[1], encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    flags = "--preset shapes-quick --task 6-4 --data.train_size 16 --data.val_size 4 --train.epochs 1 --threads 1"
-    out = tmp_path / "run"
-    method = ["--method", "guide_example:MyMethod", "--method.strength", "2"]
-    assert main(["train", *flags.split(), *method, "--out", str(out)]) == 0
-    assert (out / "steps/1/row.json").exists()
-    assert "strength: 2.0" in (out / "config.yaml").read_text()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, _Wrapped, assert_same_run, evaluated_again, rows_of, small_config
+from small_runs import PYTHON_PATH, _Wrapped, assert_same_run, reevaluated_row, rows_of, small_config
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -125,7 +125,7 @@ def test_every_test_image_counts_once(folder: Path) -> None:
         of_two, of_three = (np.load(RunDir(folder / name).confusion(step)).sum(axis=1) for name in ("two", "three"))
         np.testing.assert_array_equal(of_two, of_three)
         for name in ("two", "three"):
-            row, again = rows_of(folder / name)[step], evaluated_again(folder / name, step)
+            row, again = rows_of(folder / name)[step], reevaluated_row(folder / name, step)
             ranked, ranked_again = (one.pop("unseen")["from_seen"] for one in (row, again))
             assert row == again
             assert row["test_images"] == TEST_IMAGES

@@ -26,8 +26,8 @@ from small_runs import (
     PYTHON_PATH,
     Interrupting,
     assert_same_run,
-    evaluated_again,
     listening,
+    reevaluated_row,
     rows_of,
     small_config,
     write_config,
@@ -250,7 +250,7 @@ def test_a_finished_run_stays_as_it_is(finished_held: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("step", [0, 1, None])
 def test_evaluation_after_reload_gives_the_row_of_training(finished: Path, step: int | None) -> None:
-    assert evaluated_again(finished, step) == rows_of(finished)[-1 if step is None else step]
+    assert reevaluated_row(finished, step) == rows_of(finished)[-1 if step is None else step]
 
 
 def test_the_batch_size_of_the_test_changes_nothing(finished: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import Interrupting, assert_same_run, evaluated_again, listening, rows_of, small_config
+from small_runs import Interrupting, assert_same_run, listening, reevaluated_row, rows_of, small_config
 
 import incseg
 from incseg.cli import main
@@ -145,7 +145,7 @@ def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.Cap
     assert {one["recipe"] for one in report["tries"]} == {"closed-form", "gentle", "own-head"}
     assert (out / "tries" / report["recipe"] / "results.json").exists()
     shutil.rmtree(start)
-    row = evaluated_again(out)
+    row = reevaluated_row(out)
     assert row == rows_of(out)[1]
     assert row["iou"].keys() == {"background", "triangle", "disc", "star", "ring"}
     image = str(min((mine / "images").iterdir()))
@@ -371,7 +371,7 @@ def test_methods_from_outside_must_be_named(mine: Path, tmp_path: Path) -> None:
         config_of(start, mine, tmp_path / "run")
     flags = ("--method", "small_runs:Remembering", "--train.epochs", "1")
     extended(start, mine, tmp_path / "run", "star", *flags)
-    assert rows_of(tmp_path / "run")[1] == evaluated_again(tmp_path / "run")
+    assert rows_of(tmp_path / "run")[1] == reevaluated_row(tmp_path / "run")
 
 
 class Masks(Shapes):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import assert_same_run, evaluated_again, listening, rows_of, small_config, write_config
+from small_runs import assert_same_run, listening, reevaluated_row, rows_of, small_config, write_config
 from torch import nn
 
 import incseg.data.features as features_module
@@ -202,7 +202,7 @@ def test_evaluating_again_reads_the_cache_and_gives_the_row(tmp_path: Path, writ
     assert written == [("val", 0), *(("train", block) for block in range(4))]
     written.clear()
     trained = rows_of(config.folder)[-1]
-    assert {**trained, **evaluated_again(config.folder)} == trained
+    assert {**trained, **reevaluated_row(config.folder)} == trained
     assert written == []
 
 
@@ -749,7 +749,7 @@ def two_caches() -> tuple[Path, Path, Path]:
     (root.parent / "presence" / "voc-val-123.txt").write_text("a 1\n")
     step = root.parent / "steps" / "0123"
     step.mkdir(parents=True)
-    for name, size in (("kept.json", 10), ("model.safetensors", 4_000_000), ("state.safetensors", 100)):
+    for name, size in (("step.json", 10), ("model.safetensors", 4_000_000), ("state.safetensors", 100)):
         (step / name).write_bytes(bytes(size))
     return root.parent, whole, part
 
@@ -864,7 +864,7 @@ def test_a_link_is_never_followed(
     whole.symlink_to(moved)
     kept = contents(moved)
     (tmp_path / "step").mkdir()
-    (tmp_path / "step" / "kept.json").touch()
+    (tmp_path / "step" / "step.json").touch()
     (root / "steps" / "linked").symlink_to(tmp_path / "step")
     assert main(["cache", "clear", "--all"]) == 2
     assert "is a link to another place, which is left alone" in capsys.readouterr().err
@@ -873,7 +873,7 @@ def test_a_link_is_never_followed(
     assert (root / "presence" / "voc-val-123.txt").exists()
     assert main(["cache", "clear", "steps", part.name]) == 0
     assert [file.name for file in (root / "steps").iterdir()] == ["linked"]
-    assert (tmp_path / "step" / "kept.json").exists()
+    assert (tmp_path / "step" / "step.json").exists()
     assert not part.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,3 +129,26 @@ def test_the_rule_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     assert [name for name in wrong if not faults(tmp_path / name)] == []
     assert [name for name in right if faults(tmp_path / name)] == []
+
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def files_on_the_map(text: str) -> list[str]:
+    """Return the paths of all files on the map of the code in CONTRIBUTING.md."""
+    block = text.partition("## The map of the code")[2].split("```")[1]
+    found, root, room = [], "", ""
+    for indent, name in re.findall(r"^( *)(\S+)", block, re.MULTILINE):
+        if not indent:
+            root, room = name, ""
+        elif name.endswith("/"):
+            room = name
+        else:
+            found.append(root + (room if len(indent) > 2 else "") + name)
+    return found
+
+
+def test_the_map_of_the_code_is_complete() -> None:
+    shown = files_on_the_map((REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    there = [path for folder in (REPOSITORY / "src/incseg", REPOSITORY / "tools") for path in folder.rglob("*.py")]
+    assert sorted(shown) == sorted(path.relative_to(REPOSITORY).as_posix() for path in there)

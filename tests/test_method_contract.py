@@ -18,7 +18,7 @@ import yaml
 from small_runs import (
     Interrupting,
     assert_same_run,
-    evaluated_again,
+    reevaluated_row,
     rows_of,
     small_config,
     train_in_two_processes,
@@ -371,7 +371,7 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
     assert [len(row["classes"]) for row in rows] == ([10] if find_method(name).single_step else [8, 1, 1])
     assert len(rows[-1]["iou"]) == 11
     assert rows[-1]["new"] is not None
-    assert evaluated_again(config.folder) == rows[-1]
+    assert reevaluated_row(config.folder) == rows[-1]
 
 
 REPLAY = {"generator": "small_runs:noise", "replay_images": 2}
@@ -455,7 +455,7 @@ def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         for key, tensor in read_tensors(RunDir(config.folder).model(step))[0].items():
             assert tensor.isfinite().all(), key
             assert tensor.dtype in (torch.float32, torch.int64), key
-    assert evaluated_again(config.folder) == rows[-1]
+    assert reevaluated_row(config.folder) == rows[-1]
 
 
 def test_float16_goes_on_with_the_scale_it_had(tmp_path: Path) -> None:

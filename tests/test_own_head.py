@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from small_runs import evaluated_again, rows_of, small_config, train_in_two_processes
+from small_runs import reevaluated_row, rows_of, small_config, train_in_two_processes
 from torch import Tensor
 
-from incseg.engine.calibration import SHIFTS, best, judge
+from incseg.engine.calibration import SHIFTS, best, score_on_held_out
 from incseg.engine.runtime import Runtime
 from incseg.export import to_onnx, with_onnx
 from incseg.inference import load
@@ -193,7 +193,7 @@ def test_a_run_whose_steps_have_heads_of_their_own(tmp_path: Path, cache: str) -
     frozen = {"freeze_backbone": True}
     config = small_config(tmp_path / "run", method=WEIGHED, train=OWN, model=frozen, data={"cache": cache})
     train(config)
-    assert evaluated_again(tmp_path / "run") == rows_of(tmp_path / "run")[2]
+    assert reevaluated_row(tmp_path / "run") == rows_of(tmp_path / "run")[2]
     models = [load_segmenter(tmp_path / "run" / "steps" / str(step) / "model.safetensors")[0] for step in range(3)]
     assert [len(model.heads) for model in models] == [0, 1, 2]
     for earlier, later in itertools.pairwise(models):
@@ -252,7 +252,7 @@ def test_new_classes_are_said_as_boldly_as_is_right(score: float, wanted: float)
     def batches() -> Iterator[tuple[Tensor, Tensor, list[int]]]:
         yield logits, labels, [0]
 
-    shift = judge(model, Evidential(), batches(), Runtime("cpu")).shift
+    shift = score_on_held_out(model, Evidential(), batches(), Runtime("cpu")).shift
     model.shift_newest(shift)
     assert shift in SHIFTS
     assert shift == wanted

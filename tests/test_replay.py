@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from small_runs import evaluated_again, listening, rows_of, small_config, write_config
+from small_runs import listening, reevaluated_row, rows_of, small_config, write_config
 from torch import Tensor
 
 from incseg.cli import main
@@ -505,7 +505,7 @@ def test_a_run_with_replay(name: str, web: str, tmp_path: Path) -> None:
         train(config)
     assert "replay: 12 images of 6 old classes, 0 MB in memory" in shown.getvalue()
     assert "replay: 16 images of 8 old classes" in shown.getvalue()
-    assert evaluated_again(config.folder) == rows_of(config.folder)[-1]
+    assert reevaluated_row(config.folder) == rows_of(config.folder)[-1]
     base, last = tensors_of(config.folder, 0), tensors_of(config.folder, 2)
     frozen = [torch.equal(base[key], tensor) for key, tensor in last.items() if key.startswith("backbone.")]
     assert frozen

@@ -181,12 +181,10 @@ def test_the_base_of_sigmoids_is_their_own() -> None:
     assert few.recipe(1) != many.recipe(1)
 
 
-def test_a_revision_ends_the_reuse_of_what_the_old_formula_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, later = PLOP().recipe(0), PLOP().recipe(1)
-    assert "revision" not in MiB().recipe(1)
-    monkeypatch.setattr(PLOP, "revision", PLOP.revision + 1)
-    assert PLOP().recipe(0) == base
-    assert PLOP().recipe(1) != later
+def test_steps_of_the_old_formula_of_plop_are_not_reused() -> None:
+    old = {"method": "incseg.methods.plop:PLOP"}
+    assert PLOP().recipe(1) == {**old, "revision": 2}
+    assert PLOP().recipe(0) == MiB().recipe(0)
 
 
 def without_trained_stages(out: Output, kept: bool) -> Output:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import evaluated_again, rows_of, small_config
+from small_runs import reevaluated_row, rows_of, small_config
 
-from incseg.engine.checkpoint import Progress
+from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.engine.runtime import Runtime
+from incseg.files import read_tensors, write_tensors
 from incseg.methods import build_method
+from incseg.methods.base import Method
 from incseg.run import Setup, train
 from incseg.types import UserError
 
@@ -53,38 +55,50 @@ def test_a_limit_of_later_gradients_is_for_later_steps_alone(tmp_path: Path) -> 
     assert moved("first") > 1e-4
 
 
-def test_a_jolt_is_a_gradient_far_above_those_before_it() -> None:
+def test_a_spike_is_a_gradient_far_above_those_before_it() -> None:
     progress = Progress()
     for norm in [50.0, *[1.0] * 19, 15.0, 20.0]:  # a step begins with large ones
         progress.add({"new": 1.0}, norm, starts_epoch=False)
     before = (50 + 19 + 15) / 21
-    assert progress.gradient == {"mean_norm": (50 + 19 + 15 + 20) / 22, "jolt": 20 / before, "jolt_at": 21}
-    assert Progress().gradient == {"mean_norm": 0.0, "jolt": 0.0, "jolt_at": None}
-    resumed = Progress(iteration=50)  # from a checkpoint that did not tell norms yet
+    assert progress.gradient == {"mean_norm": (50 + 19 + 15 + 20) / 22, "spike": 20 / before, "spike_at": 21}
+    assert Progress().gradient == {"mean_norm": 0.0, "spike": 0.0, "spike_at": None}
+    resumed = Progress(iteration=50)  # from a checkpoint that had no norms yet
     for _ in range(12):
         resumed.add({}, 1.0, starts_epoch=False)
-    assert resumed.gradient == {"mean_norm": 1.0, "jolt": 1.0, "jolt_at": 60}
+    assert resumed.gradient == {"mean_norm": 1.0, "spike": 1.0, "spike_at": 60}
     still = Progress()
     for _ in range(20):  # a method that has nothing to learn
         still.add({}, 0.0, starts_epoch=False)
-    assert still.gradient["jolt"] == 0.0
+    assert still.gradient["spike"] == 0.0
     passed_over = Progress()
     for norm in [1.0] * 11 + [math.inf] * 11 + [2.0]:
         passed_over.add({}, norm, starts_epoch=False)
-    assert passed_over.gradient == {"mean_norm": 13 / 12, "jolt": 2.0, "jolt_at": 22}
+    assert passed_over.gradient == {"mean_norm": 13 / 12, "spike": 2.0, "spike_at": 22}
 
 
-def test_a_jolt_of_a_later_step_is_told_where_nothing_limits_it(
+def test_a_checkpoint_of_version_0_1_is_read(tmp_path: Path) -> None:
+    """Its gradient spike has another name."""
+    model, method, path = torch.nn.Linear(1, 1), Method(), tmp_path / "checkpoint.safetensors"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    runtime = Runtime("cpu")
+    save_checkpoint(path, 1, Progress(7, spike=3.0, spike_at=5), model, optimizer, runtime.grad_scaler(), method)
+    tensors, metadata = read_tensors(path)
+    write_tensors(path, tensors, {"checkpoint": metadata["checkpoint"].replace("spike", "jolt")})
+    resumed = load_checkpoint(path, 1, model, optimizer, runtime.grad_scaler(), method, runtime)
+    assert (resumed.iteration, resumed.spike, resumed.spike_at) == (7, 3.0, 5)
+
+
+def test_a_gradient_spike_of_a_later_step_is_reported_unless_clipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("incseg.engine.trainer._JOLT", 0.1)
+    monkeypatch.setattr("incseg.engine.trainer._SPIKE", 0.1)
     for name, limits in {"free": {}, "limited": {"clip_later": 100.0}}.items():
         train(small_config(tmp_path / name, train={"epochs": 1, "epochs_later": 12, **limits}))
-    told = {name: RunDir(tmp_path / name).log.read_text() for name in ("free", "limited")}
+    logged = {name: RunDir(tmp_path / name).log.read_text() for name in ("free", "limited")}
     row = rows_of(tmp_path / "free")[1]
-    assert f"step 1: the gradient of update {row['gradient']['jolt_at']} was " in told["free"]
-    assert "step 0: the gradient" not in told["free"]
-    assert "the gradient of update" not in told["limited"]
+    assert f"step 1: the gradient of update {row['gradient']['spike_at']} was " in logged["free"]
+    assert "step 0: the gradient" not in logged["free"]
+    assert "the gradient of update" not in logged["limited"]
 
 
 def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) -> None:
@@ -99,7 +113,7 @@ def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) ->
     train(config)
     rows = rows_of(tmp_path / "run")
     assert rows[-1]["test_images"] <= 8
-    assert evaluated_again(tmp_path / "run", 2) == rows[2]
+    assert reevaluated_row(tmp_path / "run", 2) == rows[2]
 
 
 def test_held_out_features_come_from_the_same_store(tmp_path: Path) -> None:

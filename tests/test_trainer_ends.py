@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import evaluated_again, listening, rows_of, small_config
+from small_runs import listening, reevaluated_row, rows_of, small_config
 
 from incseg.engine.rundir import RunDir
 from incseg.models.files import load_segmenter, save_segmenter
@@ -20,7 +20,7 @@ def test_a_set_smaller_than_a_batch_still_trains(tmp_path: Path) -> None:
     train(config)
     rows = rows_of(config.folder)
     assert [row["train_images"] for row in rows] == [3, 3, 3]
-    assert evaluated_again(config.folder) == rows[-1]
+    assert reevaluated_row(config.folder) == rows[-1]
 
 
 def test_one_image_trains_where_no_batch_statistics_are_needed(tmp_path: Path) -> None:

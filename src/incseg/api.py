@@ -14,7 +14,7 @@ from incseg import extension
 from incseg.cli.settings import by_dotted_name, resolve
 from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.rundir import RunDir
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from incseg.files import read_record
 from incseg.inference import Predictor, load
 from incseg.methods.base import Method
@@ -115,7 +115,7 @@ def train(
         config = resolve(given)
         if config.preset == OWN_PHOTOGRAPHS and not extension.SIZES & given.keys():
             size = fit_size(config)
-            if speaks():
+            if is_main_process():
                 print(size)
         train_run(config)
     return Run(config.folder, config.method["name"])
@@ -179,7 +179,7 @@ def extend(
     with _output(quiet):
         plan = extension.Plan.read(request)
         tries = plan.tries()
-        for line in plan.lines if speaks() else ():
+        for line in plan.lines if is_main_process() else ():
             print(line)
         report = extension.extend(tries, Path(request.out), train_images=plan.train_images)
     taken = next((one for one in tries if one.recipe.name == report.get("recipe")), tries[0])

@@ -23,7 +23,7 @@ from incseg.data.sheet import write_sheet
 from incseg.data.sizing import ChosenSize, choose_size, object_sides
 from incseg.engine.progress import Screen, log, showing
 from incseg.engine.rundir import RunDir, model_file, read_config
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from incseg.engine.trainer import TrainConfig
 from incseg.engine.warm_start import WarmStart
 from incseg.files import read_json, write_json
@@ -173,10 +173,10 @@ def extend(tries: Sequence[Try], out: Path, train_images: Mapping[str, int] | No
             if len(tries) > 1:
                 log.info(f"try {number} of {len(tries)}, {one.recipe.name}: {one.recipe.what}")
             results = train(one.config)
-            if speaks():
+            if is_main_process():
                 found = read_json(RunDir(one.config.folder).forgetting)
                 outcomes.append(Outcome(one.recipe, one.config, found, results["seconds"]))
-    if not speaks():  # the first process alone goes on
+    if not is_main_process():  # the first process alone goes on
         return {}
     chosen = choose(outcomes)
     report = {
@@ -382,7 +382,7 @@ class Plan:
                 raise UserError(f"no training image shows '{name}'; add some, or leave it out")
         self.num_images = sum(not classes or bool(set(ids) & set(classes)) for classes in shown)
         self.lines += [note for note in source.notes if note.startswith("warning")]
-        self.lines += write_sheet(inner, meaning.pixels, RunDir(self.request.out).sheet) if speaks() else []
+        self.lines += write_sheet(inner, meaning.pixels, RunDir(self.request.out).sheet) if is_main_process() else []
         given = self.request.size is not None or bool(self.request.given & SIZES)
         if (
             self.request.size is not None

@@ -1,6 +1,6 @@
-"""Settings by name: published recipes and small ones. They only move defaults; an explicit flag always wins.
+"""Presets: settings by name, published recipes and small ones. They change defaults only; explicit flags win.
 
-Keys are those of config.yaml; `for_method` holds what is set for one method only.
+Keys are those of config.yaml; `for_method` has the settings of one method only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from typing import Any
 from incseg.data import find_source
 from incseg.names import require_known
 from incseg.types import UserError
+
+_LITE0: dict[str, Any] = {
+    "backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "stages": [2, 3], "width": 96,
+    "dilations": [1, 3, 6],
+}  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper, section 4.3: MiB's recipe with batches of 20 and 8, 30 and 60 epochs.
@@ -36,14 +41,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dkd": {"method": {"positive_weight": 35.0}},
         },
     },
-    # Real VOC on two cores: a frozen backbone, run once per image. Chosen on held-out images (docs/lab-log.md).
+    # VOC on two cores: a frozen backbone, run once per image. Chosen on held-out images (docs/lab-log.md).
     "voc-laptop": {
         "task": "15-1",
         "reuse": True,
-        "model": {
-            "backbone": "efficientnet-lite0", "weights": "imagenet", "freeze_backbone": True, "output_stride": 16,
-            "stages": [2, 3], "width": 96, "dilations": [1, 3, 6],
-        },
+        "model": {**_LITE0, "freeze_backbone": True},
         "train": {
             "epochs": 6, "batch_size": 16, "lr": 0.15, "lr_later": 0.01, "frozen_later": "statistics",
             "crop": 224, "scale": None, "label_stride": 4,
@@ -61,14 +63,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "rw": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
         },
     },
-    # The same network with the backbone training too, for a small GPU or a patient machine.
+    # The same network, with a trained backbone, for a small GPU or a patient user.
     "voc-laptop-full": {
         "task": "15-1",
         "reuse": True,
-        "model": {
-            "backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "stages": [2, 3], "width": 96,
-            "dilations": [1, 3, 6],
-        },
+        "model": _LITE0,
         "train": {
             "epochs": 12, "batch_size": 16, "lr": 0.02, "lr_later": 0.002, "crop": 224, "scale": [0.5, 1.0],
             "label_stride": 4,
@@ -88,7 +87,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "analytic": {"train": {"lr": 0.3, "lr_later": 0.05}},
         },
     },
-    # To see that everything works.
+    # A smoke test.
     "shapes-quick": {
         "task": "6-2",
         "data": {"train_size": 120, "val_size": 30},
@@ -96,13 +95,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "train": {"epochs": 2, "batch_size": 8, "lr": 0.1, "lr_later": 0.02, "crop": 64, "scale": [0.7, 1.0]},
         "eval": {"size": 64, "batch_size": 16},
     },
-    # One's own photographs in minutes on two cores: a frozen backbone, run once per photograph, shown whole.
+    # The user's own photographs in minutes on two cores: a frozen backbone, run once on each whole photograph.
     "folder": {
         "data": {"fit": "whole", "empty": "learn"},
-        "model": {
-            "backbone": "efficientnet-lite0", "weights": "imagenet", "freeze_backbone": True, "output_stride": 16,
-            "stages": [2, 3], "width": 96, "dilations": [1, 3, 6],
-        },
+        "model": {**_LITE0, "freeze_backbone": True},
         "train": {
             "epochs": 30, "batch_size": 16, "lr": 0.15, "lr_later": 0.01, "frozen_later": "statistics",
             "crop": 320, "scale": None, "label_stride": 4,
@@ -116,7 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "analytic": {"method": {"class_weight": 0.5}, "train": {"lr": 0.3, "lr_later": 0.02, "clip": 1.0}},
         },
     },
-    # The same with the backbone training too: for a GPU, or for hours.
+    # The same with a trained backbone: for a GPU, or for hours.
     "folder-full": {
         "model": {"backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "width": 128},
         "train": {"epochs": 30, "batch_size": 8, "lr": 0.02, "lr_later": 0.004, "crop": 320},
@@ -125,12 +121,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 DEFAULT_METHOD = {"folder": "analytic"}
-"""What a preset is learnt by when no method is named, where it is not evidential: with its sums saved, a model of one's
-own photographs is extended in seconds."""
+"""The default method of presets for which it is not evidential. A model of the analytic method is saved with its sums,
+so that the user's model can be extended in seconds."""
 
 
 def preset_for(name: str, method: str) -> dict[str, Any]:
-    """The settings of a preset for a method, nested as in config.yaml."""
+    """Return the settings of a preset for a method, nested as in config.yaml."""
     require_known("preset", name, PRESETS)
     settings = {key: value for key, value in PRESETS[name].items() if key != "for_method"}
     for group, values in PRESETS[name].get("for_method", {}).get(method, {}).items():
@@ -139,7 +135,7 @@ def preset_for(name: str, method: str) -> dict[str, Any]:
 
 
 def default_preset(data: str) -> str:
-    """Return the name of the preset that a dataset takes when none is named."""
+    """Return the name of a dataset's default preset."""
     own = find_source(data).preset
     if own is None:
         raise UserError(f"dataset '{data}' has no preset of its own; give --preset, one of {', '.join(PRESETS)}")

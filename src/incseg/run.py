@@ -45,6 +45,7 @@ from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.engine.warm_start import WarmStart
 from incseg.files import cache_path, tensors_digest, write_json
 from incseg.methods import build_method
+from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
 from incseg.models.segmenter import Segmenter, build_segmenter
 from incseg.protocol import Protocol
@@ -247,8 +248,8 @@ def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
     if config.data.presence is not None:
         raise UserError("data.presence counts classes as the dataset does, not as a model to begin with; leave it out")
     warm_start = WarmStart.open(config.start, method, config.method["name"])
-    if method.closed_form_ridge is not None:
-        warm_start.learn_further(config.task, method.closed_form_ridge)
+    if isinstance(method, Analytic):
+        warm_start.learn_further(config.task, method.config.ridge)
     return warm_start
 
 

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from tools.bench.measure import Settings
 
 
@@ -16,7 +16,7 @@ def main(bench: str, case: str, settings: str) -> None:
     chosen = Settings(**json.loads(settings))
     torch.set_num_threads(chosen.threads)
     figures = importlib.import_module(f"tools.bench.{bench}").measure(case, chosen)
-    if speaks():
+    if is_main_process():
         print(json.dumps(figures))
 
 

@@ -19,7 +19,10 @@ _OTHERS = {
     "contents": ("digests of datasets", ("*",)),
     "pixels": ("pixels of each class in each image", ("*.npy",)),
     "presence": ("lists of the classes in each image", ("*.txt",)),
-    "steps": ("trained steps for --reuse", ("*/kept.json", "*/model.safetensors", "*/state.safetensors")),
+    "steps": (
+        "trained steps for --reuse",
+        ("*/step.json", "*/model.safetensors", "*/state.safetensors", "*/kept.json"),
+    ),
 }
 """Caches beside the features: what they hold, and their files, the first pattern one file for each thing kept."""
 

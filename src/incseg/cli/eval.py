@@ -18,7 +18,7 @@ from incseg.data import build_source
 from incseg.data.source import SPLITS
 from incseg.engine.progress import Screen, showing
 from incseg.engine.rundir import RunDir
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from incseg.inference import load
 from incseg.methods import build_method
 from incseg.run import evaluate
@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     with showing(Screen(Console(stderr=args.json, highlight=False))):
         row = evaluate(args.run, args.step, options, overrides)
-    if args.save and speaks():
+    if args.save and is_main_process():
         kept = RunDir(args.run).write_retest(changed, row, time.monotonic() - started)
         print(f"kept in {kept}", file=sys.stderr)
-    if args.json and speaks():
+    if args.json and is_main_process():
         print(json.dumps(row, indent=1, ensure_ascii=False))
     return 0
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from incseg.cli.settings import parse_extension
 from incseg.engine.rundir import RunDir
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from incseg.extension import AUTO, RECIPES, SETTINGS, Plan, Request, extend
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 
@@ -56,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plan = Plan.read(request(args))
     tries, out = plan.tries(), Path(args.out)
-    if speaks():
+    if is_main_process():
         for line in plan.lines:
             print(line)
     try:
         report = extend(tries, out, train_images=plan.train_images)
     except KeyboardInterrupt:
-        if speaks():
+        if is_main_process():
             print(f"stopped; progress is saved in {out}; repeat the command to resume", file=sys.stderr)
         return 130
-    if not speaks():
+    if not is_main_process():
         return 0
     console = Console(highlight=False)
     if len(report["tries"]) > 1:

@@ -8,7 +8,7 @@ import sys
 from incseg.cli.settings import parse_run
 from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.progress import figures_line, percent
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from incseg.run import fit_size, train
 
 HELP = "train a model step by step; repeat the command to resume an interrupted run"
@@ -25,15 +25,15 @@ def run(args: argparse.Namespace) -> int:
     config = parse_run("incseg train", "Train a model step by step.", args.unknown)
     if config.preset == OWN_PHOTOGRAPHS and not any(token.split("=")[0] in _SIZE_FLAGS for token in args.unknown):
         size = fit_size(config)
-        if speaks():
+        if is_main_process():
             print(size)
     try:
         results = train(config)
     except KeyboardInterrupt:
-        if speaks():
+        if is_main_process():
             print(f"stopped; progress is saved in {config.folder}; repeat the command to resume", file=sys.stderr)
         return 130
-    if not speaks():
+    if not is_main_process():
         return 0
     final = results["final"]
     if config.shows_classes:

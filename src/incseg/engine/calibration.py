@@ -1,7 +1,7 @@
-"""Calibration of new classes: how boldly a model predicts them, chosen on held-back images.
+"""Calibration of new classes: how readily a model predicts them, chosen on held-out images.
 
-All scores of the new classes are shifted by one number. The rule is that of `incseg extend`: of the shifts under which
-the old classes keep their pixels outside new objects, the one with the best mean IoU of the new classes.
+All scores of the new classes are shifted by one number. The rule is that of `incseg extend`: of the shifts that leave
+the pixels of old classes unchanged outside new objects, take the one with the best mean IoU of the new classes.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from incseg.data.loaders import Loaded, thinned
 from incseg.engine.forgetting import MARGIN, near_new_objects, zero_counts
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
-from incseg.methods.base import Judged, Method
+from incseg.methods.base import HeldOutScore, Method
 from incseg.metrics.forgetting import ALLOWED, agreement, best, mean_new_iou
 from incseg.models.segmenter import Segmenter
 
 SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5, -2.0, -3.0)
-"""What is tried; of equals the first is taken."""
+"""The shifts that are tried; the first of equals is taken."""
 _STRIDE = 4
 """Every fourth pixel in both directions is enough to choose by."""
 
 
 @torch.no_grad()
-def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime) -> Judged:
-    """Return the best of SHIFTS on these images, and what it reaches; the model stays as it is.
+def score_on_held_out(
+    model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: Runtime
+) -> HeldOutScore:  # fmt: skip
+    """Return the best of SHIFTS on these images, and its result; the model is unchanged.
 
-    The old classes' scores must be those of the model before: everything but the newest classifier and its head was
-    frozen.
+    Everything but the newest classifier and its head must have been frozen, so that the old classes' scores are those
+    of the model before.
     """
     model.eval()
     newest = model.increments[-1]
@@ -55,7 +57,7 @@ def judge(model: Segmenter, method: Method, batches: Iterable[Loaded], runtime: 
     figures = []
     for counted in counts:
         found = counted.summary(names)
-        kept = agreement(found)
-        figures.append((mean_new_iou(found), 100.0 if kept is None else kept))
+        unchanged = agreement(found)
+        figures.append((mean_new_iou(found), 100.0 if unchanged is None else unchanged))
     chosen = best(figures, ALLOWED)
-    return Judged(*figures[chosen], SHIFTS[chosen])
+    return HeldOutScore(*figures[chosen], SHIFTS[chosen])

@@ -1,5 +1,5 @@
-"""Saved steps: the state of one that is in progress, so that an interrupted run goes on to the same numbers, and
-finished ones, with their model and what their method remembers."""
+"""Saved steps: the checkpoint of a step in progress, from which a run resumes to the same numbers, and finished steps
+with their model and the state of their method."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ from incseg.models.segmenter import Segmenter
 from incseg.types import UserError
 
 _SETTLING = 10
-"""Updates before which a large gradient is no jolt: a step begins with some."""
+"""The first updates of a step often have large gradients; these do not count as spikes."""
+_OLD_NAMES = {"jolt": "spike", "jolt_at": "spike_at"}
+"""Fields of `Progress` in checkpoints of version 0.1."""
 
 
 @dataclass
 class Progress:
-    """How far a step is: updates done, seconds spent, the sums of each loss term over the current epoch, the sum of the
-    gradients' norms over the step, and the worst jolt: how many times the mean of those before it a norm was, and when.
+    """The progress of a step.
+
+    iteration, seconds:       updates done and time spent.
+    loss_sums, losses_summed: sum of each loss term over the updates of the current epoch.
+    norm_sum, norms_summed:   sum of the gradient norms over the updates of the step.
+    spike, spike_at:          the worst gradient spike: a norm divided by the mean of those before it, and its update.
     """
 
     iteration: int = 0
@@ -38,19 +44,19 @@ class Progress:
     losses_summed: int = 0
     norm_sum: float = 0.0
     norms_summed: int = 0
-    jolt: float = 0.0
-    jolt_at: int | None = None
+    spike: float = 0.0
+    spike_at: int | None = None
 
     def add(self, terms: dict[str, float], norm: float, starts_epoch: bool) -> None:
-        """One update more, by a gradient of this norm; not finite where float16 overflowed and the update was passed
-        over."""
+        """Count an update by a gradient of this norm, which is not finite where float16 overflowed and the update was
+        skipped."""
         if starts_epoch:
             self.loss_sums, self.losses_summed = {}, 0
         if math.isfinite(norm):
             if self.norms_summed >= _SETTLING and self.norm_sum > 0:
-                times = norm * self.norms_summed / self.norm_sum
-                if times > self.jolt:
-                    self.jolt, self.jolt_at = times, self.iteration
+                ratio = norm * self.norms_summed / self.norm_sum
+                if ratio > self.spike:
+                    self.spike, self.spike_at = ratio, self.iteration
             self.norm_sum += norm
             self.norms_summed += 1
         self.iteration += 1
@@ -60,8 +66,8 @@ class Progress:
 
     @property
     def gradient(self) -> dict[str, float | int | None]:
-        """For a step's row."""
-        return {"mean_norm": self.norm_sum / max(self.norms_summed, 1), "jolt": self.jolt, "jolt_at": self.jolt_at}
+        """Return what a step's row holds about the gradients."""
+        return {"mean_norm": self.norm_sum / max(self.norms_summed, 1), "spike": self.spike, "spike_at": self.spike_at}
 
     @property
     def mean_losses(self) -> dict[str, float]:
@@ -72,7 +78,7 @@ def save_checkpoint(
     path: Path, step: int, progress: Progress, model: nn.Module, optimizer: torch.optim.SGD,
     scaler: torch.amp.GradScaler, method: Method,
 ) -> None:  # fmt: skip
-    """Model, momentum, method and generator as they are after `progress` in `step`."""
+    """Save model, momentum, method and random generator as they are after `progress` in `step`."""
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in _trained(model):
         momentum = optimizer.state[parameter].get("momentum_buffer")
@@ -90,8 +96,10 @@ def load_checkpoint(
     path: Path, step: int, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, method: Method,
     runtime: Runtime,
 ) -> Progress:  # fmt: skip
-    """Take up the checkpoint of `step` if there is one, else begin at the beginning; so too where it is damaged: the
-    model before the step is the last good state, and leads to the same end."""
+    """Load the checkpoint of `step`, or return a fresh `Progress` if there is none.
+
+    A damaged checkpoint counts as none: the step then begins again and ends with the same model.
+    """
     if not path.exists():
         return Progress()
     try:
@@ -121,14 +129,14 @@ def load_checkpoint(
     torch.set_rng_state(groups["generator"][""])
     if "cuda" in groups["generator"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(groups["generator"]["cuda"])
-    return Progress(**about["progress"])
+    return Progress(**{_OLD_NAMES.get(name, name): value for name, value in about["progress"].items()})
 
 
 @dataclass
 class SavedStep:
-    """A finished step: its model, what its method remembers, and how it was trained.
+    """A finished step: its model, the state of its method, and how it was trained.
 
-    about:  what the model file tells of its origin.
+    about:  the metadata of the model file.
     origin: the run folder or file that it comes from.
     """
 
@@ -139,7 +147,7 @@ class SavedStep:
     origin: str = ""
 
     def restore(self, method: Method, device: torch.device) -> Segmenter:
-        """Give the method its state; returns the model, on the device."""
+        """Load the state into the method and return the model, on the device."""
         if self.state:
             method.load_state(_moved(self.state, device))
         return self.model.to(device)

@@ -53,7 +53,7 @@ SCORES = ("not_background", "uncertainty", "entropy", "not_strongest")
 CLAIMS = ("strongest", "background")
 """The probability of the most probable label, and that of background: each should come true as often as it says."""
 SCORE_STRIDE = 2
-"""Every so many-th pixel in both directions is ranked: neighbours say the same, and all probabilities are dear."""
+"""Every N-th pixel in both directions is ranked: neighbours are alike, and probabilities are expensive."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from incseg.data.loaders import Loaded
-from incseg.engine.runtime import speaks
+from incseg.engine.runtime import is_main_process
 from incseg.metrics.continual import FIGURES
 
 log = logging.getLogger("incseg")
@@ -112,7 +112,7 @@ def showing(screen: Screen | None = None) -> Iterator[None]:
 
     Inside another `showing`, the outer one stays as it is. Processes other than the first log nothing.
     """
-    if not speaks():
+    if not is_main_process():
         before, log.disabled = log.disabled, True
         try:
             yield

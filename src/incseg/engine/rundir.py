@@ -165,10 +165,10 @@ class RunDir:
         return hashlib.sha256(self.row(step).read_bytes()).hexdigest()
 
     def write_retest(self, options: dict[str, Any], row: dict[str, Any], seconds: float) -> Path:
-        """Keep the row of a step that was tested again with other inference options; returns the file."""
+        """Save the row of a step tested again with other inference options, and return the file."""
         name = "-".join([f"step{row['index']}", *(f"{key}-{value}" for key, value in sorted(options.items()))])
         file = self.retests / f"{''.join(c if c.isalnum() or c in '-_.' else '_' for c in name)}.json"
-        kept = {
+        record = {
             "step": row["index"],
             "options": options,
             "row": row,
@@ -178,14 +178,14 @@ class RunDir:
             "command": _command(),
         }
         try:
-            write_json(file, kept)
+            write_json(file, record)
         except OSError as error:
             raise UserError(f"cannot write {file} ({error}); see that the run folder may be written") from error
         return file
 
 
 def model_file(path: Path, step: int | None = None) -> Path:
-    """The file that a path given by a person stands for."""
+    """Return the model file that a path from the user stands for."""
     if not path.exists():
         raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a model file")
     _require_models(path)

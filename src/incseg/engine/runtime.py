@@ -54,7 +54,7 @@ class Runtime:
             dist.destroy_process_group()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all processes."""
+        """Return the sum of a tensor over all processes."""
         if self.world == 1:
             return tensor
         total = tensor.to(self.device, copy=True)
@@ -62,11 +62,11 @@ class Runtime:
         return total
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Mean over all processes."""
+        """Return the mean of a tensor over all processes."""
         return self.sum(tensor) / self.world
 
     def any(self, flag: bool) -> bool:
-        """Whether any process raises the flag."""
+        """Return whether any process raises the flag."""
         return flag if self.world == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def barrier(self) -> None:
@@ -82,7 +82,7 @@ class Runtime:
             except UserError as raised:
                 error = raised
         if self.any(error is not None):
-            raise error or UserError("the main process of this run has stopped; its own error tells why")
+            raise error or UserError("the main process of this run has stopped; see its own error")
         return made if made is not None else make()
 
     def share_buffers(self, model: nn.Module) -> None:
@@ -96,7 +96,7 @@ class Runtime:
         return list(rows[self.rank :: self.world])
 
     def move(self, inputs: Inputs) -> Inputs:
-        """What a model takes, on the device."""
+        """Return model inputs on the device."""
         if isinstance(inputs, Tensor):
             return inputs.to(self.device, non_blocking=True)
         return tuple(part.to(self.device, non_blocking=True) for part in inputs)
@@ -128,7 +128,7 @@ class Runtime:
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
 
     def describe(self) -> dict[str, object]:
-        """What the environment file records."""
+        """Return what the environment file records."""
         return {
             "device": str(self.device),
             "processes": self.world,
@@ -142,8 +142,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def speaks() -> bool:
-    """Whether this process may print: the only one, or the first of those that torchrun started."""
+def is_main_process() -> bool:
+    """Return whether this is the only process, or the first of those that torchrun started."""
     return _rank() == 0
 
 
@@ -160,13 +160,13 @@ def seed_everything(*key: int) -> None:
 
 
 def seed_of(*key: int) -> int:
-    """A well mixed 63-bit seed from a tuple of numbers."""
+    """Return a well mixed 63-bit seed from a tuple of numbers."""
     return int(np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextlib.contextmanager
 def started(device: str, precision: Precision, threads: int | None) -> Iterator[Runtime]:
-    """A runtime that is closed in any case."""
+    """Yield a runtime, and close it in any case."""
     runtime = Runtime(device, precision, threads)
     try:
         yield runtime

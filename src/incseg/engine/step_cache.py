@@ -1,4 +1,4 @@
-"""The step cache: a step that was trained before by the same recipe is taken from it, not trained again."""
+"""The step cache: a step that the same recipe trained before is loaded from it, not trained again."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from incseg.files import read_json, replacing, write_json
 from incseg.protocol import Step
 from incseg.types import UserError
 
+STEP_FILE = "step.json"
+"""How a cached step was trained; written last, so that an entry without it is not complete."""
+
 
 @dataclass
 class StepCache:
     """A folder of trained steps, each under the digest of its recipe and of every step before it.
 
-    root:   None: nothing is cached and nothing is found.
-    recipe: what the training of step k depends on beside its classes and images: data, model, method, schedule, seed.
+    root:   None turns the cache off.
+    recipe: step → what its training depends on, apart from classes and images: data, model, method, schedule, seed.
     """
 
     root: Path | None
     recipe: Callable[[int], dict[str, Any]]
 
     def find(self, steps: Sequence[Step], images: Sequence[Sequence[int]]) -> SavedStep | None:
-        """The model of the last of `steps`, if these were learnt before from these images by this recipe."""
+        """Return the last of `steps`, if it is cached for these images and this recipe."""
         folder = self._folder(steps, images)
-        if folder is None or not (folder / "kept.json").exists():
+        if folder is None or not (folder / STEP_FILE).exists():
             return None
         try:
-            about = read_json(folder / "kept.json")
+            about = read_json(folder / STEP_FILE)
             progress = Progress(**about["progress"])
             return replace(load_step(folder / "model.safetensors"), progress=progress, origin=about["origin"])
         except (UserError, KeyError, TypeError):
-            shutil.rmtree(folder, ignore_errors=True)  # damaged: it is trained again, and kept anew
+            shutil.rmtree(folder, ignore_errors=True)  # damaged: the step is trained and cached again
             return None
 
-    def keep(self, steps: Sequence[Step], images: Sequence[Sequence[int]], run: RunDir, progress: Progress) -> None:
-        """Remember a step that `run` has just written; a disk that will not have it is no failure of the run."""
+    def add(self, steps: Sequence[Step], images: Sequence[Sequence[int]], run: RunDir, progress: Progress) -> None:
+        """Cache a step that `run` has just written. A full disk does not stop the run."""
         folder = self._folder(steps, images)
         if folder is None:
             return
@@ -51,7 +54,7 @@ class StepCache:
         try:
             _link(run.model(index), folder / "model.safetensors")
             _link(run.state(index), folder / STATE_FILE)
-            write_json(folder / "kept.json", {"progress": asdict(progress), "origin": str(run.root)})
+            write_json(folder / STEP_FILE, {"progress": asdict(progress), "origin": str(run.root)})
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -67,7 +70,7 @@ class StepCache:
 
 
 def _link(file: Path, name: Path) -> None:
-    """The same file under another name, without its bytes twice where the disk allows it."""
+    """Link a file to another name, or copy it where the disk has no links."""
     with replacing(name) as temporary:
         temporary.unlink()
         try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from incseg.data.loaders import Loaders
 from incseg.data.views import EpochOrder
-from incseg.engine.calibration import judge
+from incseg.engine.calibration import score_on_held_out
 from incseg.engine.checkpoint import Progress, SavedStep, load_checkpoint, load_step, save_checkpoint
 from incseg.engine.evaluator import Evaluator
 from incseg.engine.progress import log, log_rows, show_progress, with_progress
@@ -28,7 +28,7 @@ from incseg.engine.step_cache import StepCache
 from incseg.engine.tensorboard import TensorBoard
 from incseg.files import write_array, write_record, write_tensors
 from incseg.losses.means import normalised
-from incseg.methods.base import Judged, Method, StepContext, StepImages
+from incseg.methods.base import HeldOutScore, Method, StepContext, StepImages
 from incseg.metrics.continual import FIGURES, plop_average
 from incseg.models.files import save_segmenter
 from incseg.models.fusion import fuse, fusion_share
@@ -39,9 +39,8 @@ from incseg.types import Batch, Increment, Inputs, Output, UserError
 
 Fast = Literal["channels_last", "compile", "fused"]
 
-
-_JOLT = 10.0
-"""Times the mean norm of the gradients before it: worth a word. Other steps of VOC stay below 9."""
+_SPIKE = 10.0
+"""A gradient of this many times the mean norm before it gets a warning. Harmless steps of VOC stay below 9."""
 
 
 @dataclass
@@ -69,7 +68,7 @@ class TrainConfig:
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
             becomes `crop` and the centre is taken, as in the test.
-        label_stride: train against every so many-th label in both directions; 1 is the full resolution.
+        label_stride: train against every N-th label in both directions; 1 is the full resolution.
         flip: mirror half of the images.
         clip: largest norm of the gradient; empty for no limit.
         clip_later: the same in the steps after the first, where one image whose old objects were lost for a moment can
@@ -134,11 +133,11 @@ class TrainConfig:
         return way in (self.fast or ())
 
     def clip_of(self, index: int) -> float | None:
-        """The largest norm of a gradient in a step; None for no limit."""
+        """Return the largest allowed norm of a gradient in a step; None for no limit."""
         return self.clip_later if index > 0 and self.clip_later is not None else self.clip
 
     def for_step(self, index: int) -> tuple[int, float, Frozen]:
-        """(epochs, learning rate, what stays as it is)."""
+        """Return (epochs, learning rate, what is frozen) of a step."""
         if index == 0:
             return self.epochs, self.lr, "nothing"
         return self.epochs_later or self.epochs, self.lr_later, self.frozen_later
@@ -160,7 +159,7 @@ class Trainer:
     board: TensorBoard
     cache: StepCache
     about: dict[str, Any]
-    """What the model files tell about their origin."""
+    """The metadata of the model files."""
     title: str = ""
     notes: Sequence[str] = ()
     """What is printed above and below the table of steps."""
@@ -170,7 +169,7 @@ class Trainer:
     """Step 0, where it was learnt elsewhere."""
 
     def run(self) -> dict[str, Any]:
-        """Learn the steps that are not done yet; returns what results.json holds."""
+        """Learn the steps that are not done yet and return the content of results.json."""
         if self.train.frozen_later == "model" and self.method.background_output:
             raise UserError(
                 "train.frozen_later is model, and this method cannot add classes to a model that stays as it is; use "
@@ -201,21 +200,21 @@ class Trainer:
         seed_everything(self.seed, step.index)
         images = self.loaders.train_images[step.index]
         so_far = self.protocol.steps[: step.index + 1]
-        kept = self.warm_start if step.index == 0 else None
-        if kept is None:
+        reused = self.warm_start if step.index == 0 else None
+        if reused is None:
             if not images:
                 raise UserError(
                     f"step {step.index} ({', '.join(step.names)}) has no training image; see incseg protocol"
                 )
-            kept = self.cache.find(so_far, self.loaders.train_images)
-            if self.cache.root is not None and self.runtime.any(kept is None):
-                kept = None  # another run may keep the step while our processes look: all take it, or all train
-            if kept is not None:
-                log.info(f"step {step.index} was learnt before by the same recipe, in {kept.origin}: taken from there")
-        to_keep = kept is None
-        if kept is not None:
-            self.model, progress = kept.restore(self.method, self.runtime.device), kept.progress
-            to_keep = self.method.complete(self._context(step, None)) and kept is not self.warm_start
+            reused = self.cache.find(so_far, self.loaders.train_images)
+            if self.cache.root is not None and self.runtime.any(reused is None):
+                reused = None  # another run may cache the step while our processes look: all reuse it, or all train
+            if reused is not None:
+                log.info(f"step {step.index} was trained before by the same recipe: reused from {reused.origin}")
+        to_cache = reused is None
+        if reused is not None:
+            self.model, progress = reused.restore(self.method, self.runtime.device), reused.progress
+            to_cache = self.method.complete(self._context(step, None)) and reused is not self.warm_start
         else:
             progress = self._solve(step) or self._train(step)
         evaluated = time.monotonic()
@@ -228,7 +227,7 @@ class Trainer:
             **self.evaluator.figures(counts, step),
             "losses": progress.mean_losses,
             "gradient": progress.gradient,
-            "reused_from": kept.origin if kept else None,
+            "reused_from": reused.origin if reused else None,
             "seconds": {"train": round(progress.seconds, 2), "eval": round(time.monotonic() - evaluated, 2)},
         }
         if self.runtime.is_main:
@@ -236,8 +235,8 @@ class Trainer:
             save_segmenter(self.folder.model(step.index), self.model, self.about)
             write_tensors(self.folder.state(step.index), self.method.state(), {})
             write_array(self.folder.confusion(step.index), counts.confusion.numpy())
-            if to_keep:
-                self.cache.keep(so_far, self.loaders.train_images, self.folder, progress)
+            if to_cache:
+                self.cache.add(so_far, self.loaders.train_images, self.folder, progress)
         return row
 
     def _train(self, step: Step) -> Progress:
@@ -261,8 +260,8 @@ class Trainer:
         if self.train.fusion == "ewf" and teacher is not None:
             fuse(self.model, teacher, fusion_share(len(step.new), len(step.seen)))
         self.method.end_step(context)
-        if self._may_look(step):
-            self.model.shift_newest(self._judge(step).shift)
+        if self._may_use_held_out(step):
+            self.model.shift_newest(self._score_on_held_out(step).shift)
         return progress
 
     def _solve(self, step: Step) -> Progress | None:
@@ -278,18 +277,19 @@ class Trainer:
             label_counts=lambda: self.loaders.label_counts(step),
             inputs=self._inputs,
         )
-        judged = (lambda: self._judge(step)) if self._may_look(step) else None
-        return StepContext(step, self.model, teacher, images, self.runtime, judged, log.info)
+        score = (lambda: self._score_on_held_out(step)) if self._may_use_held_out(step) else None
+        return StepContext(step, self.model, teacher, images, self.runtime, score)
 
-    def _may_look(self, step: Step) -> bool:
-        """Whether held-back images may help to choose how boldly new classes are predicted."""
+    def _may_use_held_out(self, step: Step) -> bool:
+        """Return whether held-out images may decide how readily new classes are predicted."""
         frozen = self.train.frozen_later == "model" and step.index > 0
         return self.train.calibrate and frozen and bool(self.loaders.test_images)
 
-    def _judge(self, step: Step) -> Judged:
+    def _score_on_held_out(self, step: Step) -> HeldOutScore:
         images, config = len(self.loaders.test_images), self.evaluator.config
         batches = self.loaders.testing(step, range(images), config.batch_size if config.size else 1)
-        return judge(self.model, self.method, with_progress(batches, "calibrating", images), self.runtime)
+        shown = with_progress(batches, "calibrating", images)
+        return score_on_held_out(self.model, self.method, shown, self.runtime)
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
         """Train the step, or the rest of it; Ctrl-C saves it first."""
@@ -350,10 +350,10 @@ class Trainer:
                     saved = time.monotonic()
         self.runtime.share_buffers(self.model)
         save()
-        if teacher is not None and progress.jolt > _JOLT and self.train.clip_of(step.index) is None:
+        if teacher is not None and progress.spike > _SPIKE and self.train.clip_of(step.index) is None:
             log.info(
-                f"step {step.index}: the gradient of update {progress.jolt_at} was {progress.jolt:.0f} times the mean "
-                "of those before it; such a jolt can cost an old class, and --train.clip_later 1 limits it"
+                f"step {step.index}: the gradient of update {progress.spike_at} was {progress.spike:.0f} times the "
+                "mean of those before it; such a spike can destroy an old class; --train.clip_later 1 limits it"
             )
         return progress
 
@@ -407,7 +407,7 @@ class Trainer:
         self, of: Callable[[Batch, Output, Output | None], Tensor], parts: list[Batch], teacher: Segmenter | None
     ) -> Tensor:
         """The mean of a function of (batch, output, teacher's output) over all micro-batches of all processes."""
-        with torch.no_grad(), _buffers_kept(self.model):
+        with torch.no_grad(), _buffers_unchanged(self.model):
             found = [of(part, *self._forward(self.model, teacher, part)) for part in parts]
         return self.runtime.mean(torch.stack(found).mean(0))
 
@@ -480,8 +480,8 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put running statistics back that a pass which only looks has moved."""
+def _buffers_unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the running statistics after a pass that only measures."""
     before = [buffer.clone() for buffer in model.buffers()]
     yield
     for buffer, value in zip(model.buffers(), before, strict=True):

@@ -17,6 +17,7 @@ evidential base, nor soft targets of cells, nor u.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from incseg.data.files import read_image
 from incseg.data.unlabelled import image_files
 from incseg.losses.least_squares import Sums, cell_targets, fill_background, label_weights
 from incseg.losses.means import Term
-from incseg.methods.base import Judged, Method, StepContext, StepImages
+from incseg.methods.base import HeldOutScore, Method, StepContext, StepImages
 from incseg.methods.evidential import Evidential
 from incseg.metrics.forgetting import ALLOWED, best
 from incseg.models.closed_form import ClosedForm, Design
@@ -41,6 +42,8 @@ from incseg.outputs.evidential import Rectifier, odds_evidence_probabilities, od
 from incseg.protocol import Step
 from incseg.settings import setting
 from incseg.types import BACKGROUND, Batch, Increment, Output, Prediction, UserError
+
+log = logging.getLogger("incseg")
 
 _SAMPLED = 1024
 """Images that give the mean and deviation of the inputs."""
@@ -123,10 +126,6 @@ class Analytic(Method):
             )
         )
 
-    @property
-    def closed_form_ridge(self) -> float:
-        return self.config.ridge
-
     # The base: as evidential, to the last bit, so that both share one trained step.
 
     def begin_step(self, context: StepContext) -> None:
@@ -150,7 +149,7 @@ class Analytic(Method):
             return False
         context.model.drop_closed_form()  # one of another design
         if self.config.images is not None:
-            context.say(f"taking the sums of the old classes from the images in {self.config.images}")
+            log.info(f"taking the sums of the old classes from the images in {self.config.images}")
             images = _of_folder(context.images, Path(self.config.images).expanduser())
             self._count(context, images, found=True)
         else:
@@ -165,7 +164,7 @@ class Analytic(Method):
         if step.index == 0 and not self._base_is_solved:
             return False
         if model.closed_form is None and model.increments:
-            context.say(
+            log.info(
                 "note: the model has no sums of what it learnt from, so the new classes are solved against these "
                 "images alone and may be seen where they are not; incseg extend --images DIR takes the sums from a "
                 "folder of images that show the old classes"
@@ -179,20 +178,20 @@ class Analytic(Method):
         model.grow(Increment(step.names, step.new, len(context.images), head, solved=True))
         form.shifts[-len(step.new) :] = self.config.shift
         self._take(form, 1.0)
-        if context.judge is not None:
-            self._tune(model, form, len(step.new), context.judge)
+        if context.score_on_held_out is not None:
+            self._tune(model, form, len(step.new), context.score_on_held_out)
         return True
 
-    def _tune(self, model: Segmenter, form: ClosedForm, num_new: int, judge: Callable[[], Judged]) -> None:
+    def _tune(self, model: Segmenter, form: ClosedForm, num_new: int, score: Callable[[], HeldOutScore]) -> None:
         """Try what the cells of the new classes should weigh, and how boldly they are predicted."""
-        judged = []
+        scores = []
         for boost in BOOSTS:
             self._take(form, boost)
-            judged.append(judge())
-        chosen = best([(one.iou, one.kept) for one in judged], ALLOWED)
+            scores.append(score())
+        chosen = best([(one.iou, one.agreement) for one in scores], ALLOWED)
         self._take(form, BOOSTS[chosen])
         form.weights[-num_new:] *= BOOSTS[chosen]
-        model.shift_newest(judged[chosen].shift)
+        model.shift_newest(scores[chosen].shift)
 
     def _take(self, form: ClosedForm, boost: float) -> None:
         """Solve with the cells of the step's own classes weighing `boost` times as much as their number says."""

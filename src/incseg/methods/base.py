@@ -1,4 +1,4 @@
-"""What a method is: losses for training, a rule for prediction, and a few hooks. One file per method."""
+"""The base class of all methods: losses for training, a rule for prediction, and a few hooks. One file per method."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from incseg.settings import Affects, changed_values
 from incseg.types import Batch, Increment, Inputs, Output, Prediction
 
 CROSS_ENTROPY = "cross_entropy"
-"""Step 0 by plain softmax cross-entropy."""
+"""The `first_step` of methods that train step 0 by plain softmax cross-entropy."""
 
 
 @dataclass(frozen=True)
 class StepImages:
-    """The training images of a step; `len` says how many there are.
+    """The training images of a step; `len` is their number.
 
-    batches:      one pass over them without augmentation, in order, the same in every process; with a list of
-                  positions, over those images alone.
-    label_counts: (256,) how many of their pixels carry each training label.
-    inputs:       any other images as the model takes them: normalised, or through the frozen backbone.
+    batches:      one pass over them without augmentation, in order, the same in every process; given a list of
+                  positions, over those images only.
+    label_counts: (256,) the number of their pixels with each training label.
+    inputs:       any other images → model inputs: normalised, or passed through the frozen backbone.
     """
 
     batches: Callable[..., Iterable[Batch]]
@@ -46,13 +46,13 @@ class Processes(Protocol):
     """The processes of a run."""
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean of a tensor over all of them."""
+        """Return the mean of a tensor over all processes."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all of them."""
+        """Return the sum of a tensor over all processes."""
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """Return this process's part of a list; the parts of all make up the whole."""
+        """Return this process's part of a list; together the parts are the whole list."""
 
 
 class Alone:
@@ -69,27 +69,26 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What a model reaches on held-back images.
+class HeldOutScore:
+    """The result of a model on held-out images.
 
-    iou:   mean over the new classes.
-    kept:  percent of the old classes' pixels that stay as they were.
-    shift: what must be added to the scores of the new classes for it.
+    iou:       mean IoU of the new classes.
+    agreement: percent of the old classes' pixels whose label is unchanged.
+    shift:     what must be added to the scores of the new classes to get this result.
     """
 
     iou: float
-    kept: float
+    agreement: float
     shift: float
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the hooks at the ends of a step may look at.
+    """What the hooks at the beginning and at the end of a step can use.
 
-    model:   the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
-    teacher: the frozen model of the step before; None in step 0.
-    judge:   tests the model as it is on held-back images; None where they may not be looked at.
-    say:     prints a line to the user.
+    model:             the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
+    teacher:           the frozen model of the step before; None in step 0.
+    score_on_held_out: tests the model as it is on held-out images; None where the run may not use them.
     """
 
     step: Step
@@ -97,34 +96,30 @@ class StepContext:
     teacher: Segmenter | None
     images: StepImages
     processes: Processes = field(default_factory=Alone)
-    judge: Callable[[], Judged] | None = None
-    say: Callable[[str], None] = lambda text: None
+    score_on_held_out: Callable[[], HeldOutScore] | None = None
 
 
 Average = Callable[[Callable[[Batch, Output, Output | None], Tensor]], Tensor]
-"""A function of (batch, output, teacher's output) → its mean over all parts of the batch, in all processes."""
+"""Function of (batch, output, teacher's output) → its mean over all parts of the batch in all processes."""
 
 
 class Method:
-    """A way to learn classes one step after the other. As it stands it is fine-tuning by softmax cross-entropy.
+    """A way to learn classes step by step. The base class itself is fine-tuning by softmax cross-entropy.
 
-    A subclass gives a dataclass `Config` of its options, which become `--method.*` flags, and overrides what it does
-    differently. The trainer owns everything else: it grows the network, runs the teacher once per batch, normalises and
+    A subclass has a dataclass `Config` of its options, which become `--method.*` flags, and overrides what it does
+    differently. The trainer does everything else: it grows the network, runs the teacher once per batch, normalises and
     sums the losses, steps the optimiser and saves `state`.
     """
 
     background_output: ClassVar[bool] = True
-    """Whether the network's first channel is a background score. Without one no output is shared between steps."""
-    single_step: ClassVar[bool] = False
-    """Whether all classes are learnt at once, whatever the task says."""
-    first_step: ClassVar[str | None] = None
-    """What step 0 is trained by, where several methods train it alike and can share it. Those of CROSS_ENTROPY have no
-    state that step 0's batches make; others that share a name make the same state in step 0."""
-    revision: ClassVar[int] = 1
-    """Raised where a method trains otherwise than before with the same options: cached steps are then not reused."""
-
+    """Whether the network's first output is a background score."""
     own_outputs: ClassVar[bool] = False
-    """Whether the outputs mean something of this method's own: it extends its own models only, and nothing else can."""
+    """Whether only this method can read its outputs. It then extends only its own models, and no other method does."""
+    single_step: ClassVar[bool] = False
+    """Whether all classes are learnt at once, whatever the task."""
+    first_step: ClassVar[str | None] = None
+    """A name for the training of step 0: methods of the same name train it alike and share its model and state. Methods
+    of CROSS_ENTROPY have no state after step 0."""
 
     @dataclass
     class Config:
@@ -136,47 +131,47 @@ class Method:
     # Learning by SGD.
 
     def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
-        """Return the named loss terms of a strip of rows, at the labels' resolution.
+        """Return the named loss terms of a strip of rows, at the resolution of the labels.
 
-        teacher: the teacher's logits, None in step 0.
+        teacher: the logits of the teacher; None in step 0.
         """
         return {"ce": PixelMean(cross_entropy_sum(logits, labels))}
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
-        """Return all named loss terms; the trainer normalises them and minimises their sum."""
+        """Return all named loss terms. The trainer normalises them and minimises their sum."""
         loss = partial(self.pixel_losses, step=step)
         return {**pixelwise(loss, batch, out.logits, teacher.logits if teacher else None)}
 
     def begin_step(self, context: StepContext) -> None:
-        """Before the first batch of a step: initialise classifiers, collect statistics."""
+        """Prepare a step, before its first batch: initialise classifiers, collect statistics."""
 
     def extend(self, batch: Batch) -> Batch:
-        """Before a process's batch is cut into micro-batches: a method that replays adds images to it."""
+        """Add images to a batch of this process, for replay. It is split into micro-batches afterwards."""
         return batch
 
     def before_update(self, average: Average, step: Step) -> None:
-        """Before the first `losses` of an update: take what they need of the whole batch.
+        """Compute what `losses` needs to know of the whole batch, before its first call in an update.
 
         With micro-batches each call of `average` costs another forward pass.
         """
 
     def after_backward(self, model: nn.Module) -> None:
-        """The gradients of the whole batch are there, the optimiser has not moved yet."""
+        """Read or change the gradients of the whole batch, before the optimiser uses them."""
 
     def end_step(self, context: StepContext) -> None:
-        """After the last batch: consolidate what the next step will need."""
+        """Finish a step, after its last batch: compute what the next step needs."""
 
     # Learning from sums over one pass.
 
     def solve(self, context: StepContext) -> bool:
-        """Grow the model by the step's classes and set their weights from one pass over its images.
+        """Grow the model by the step's classes and set their weights by one pass over its images.
 
-        Return False, having done nothing, where the step is learnt by SGD.
+        Return False, without doing anything, if the step is to be learnt by SGD.
         """
         return False
 
     def complete(self, context: StepContext) -> bool:
-        """After a step that another run or method trained by the same recipe: add what it lacks.
+        """Add what this method needs to a step that another run or method trained by the same recipe.
 
         Return whether something was added.
         """
@@ -185,33 +180,27 @@ class Method:
     # Both.
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        """Decide, pixel by pixel, on logits of any size (B, C, H, W)."""
+        """Return the decision at each pixel of logits of any size (B, C, H, W)."""
         return softmax_prediction(logits)
 
-    @property
-    def closed_form_ridge(self) -> float | None:
-        """The ridge by which this method solves classes in closed form; None where it trains them."""
-        return None
-
     def without_background_output(self, model: Segmenter) -> Segmenter | None:
-        """Return a model that has a background output in a form without one; None where there is no such form."""
+        """Return a model with a background output, converted to one without; None if this method cannot convert it."""
         return None
 
     def recipe(self, step: int) -> dict[str, Any]:
-        """Return what decides how this method trains a step: where two agree, the trained model can serve both."""
+        """Return all that decides how this method trains a step. A step is reused where recipes agree.
+
+        If a change of the code makes the same options train differently, add a version number here.
+        """
         if step == 0 and self.first_step is not None:
             return {"method": self.first_step}
-        revision = {"revision": self.revision} if self.revision > 1 else {}
         affecting: tuple[Affects, ...] = ("training", "later") if step else ("training",)
-        return {
-            "method": f"{type(self).__module__}:{type(self).__qualname__}",
-            **revision,
-            **changed_values(self.config, *affecting),
-        }
+        name = f"{type(self).__module__}:{type(self).__qualname__}"
+        return {"method": name, **changed_values(self.config, *affecting)}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what must survive an interruption and be carried into the next step."""
+        """Return the tensors that must survive an interruption and the end of the step."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take up a `state`."""
+        """Restore a `state`."""

@@ -11,26 +11,13 @@ parameters that did not move outweigh all others in the normalisation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from incseg.losses.importance import min_max
 from incseg.methods.consolidation import ConsolidatedMethod
-from incseg.settings import setting
 
 
 class PI(ConsolidatedMethod):
-    @dataclass
-    class Config:
-        """Options of PI.
-
-        Args:
-            weight: of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 2·weight·lr below 1.36.
-        """
-
-        weight: float = setting(500.0, affects="later")  # MiB
-
     @staticmethod
     def importance(square: Tensor, path: Tensor, walk: Tensor) -> Tensor:
         return min_max(path)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,6 @@ from incseg.types import BACKGROUND, IGNORE, Batch, Output
 
 class PLOP(Method):
     first_step = CROSS_ENTROPY
-    revision = 2  # until 2026-11 POD(logits) was not divided by the number of maps
 
     @dataclass
     class Config:
@@ -95,6 +95,10 @@ class PLOP(Method):
                 self.config.lambda_pod_logits * share * local_pod([folded], [teacher.logits])
             )
         return terms
+
+    def recipe(self, step: int) -> dict[str, Any]:
+        # until 2026-11 POD(logits) was not divided by the number of maps
+        return super().recipe(step) | ({"revision": 2} if step else {})
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._thresholds is None else {"thresholds": self._thresholds}

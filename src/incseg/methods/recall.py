@@ -13,6 +13,7 @@ a few epochs; photographs are shown without augmentation. Without replay, in-pai
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from incseg.models.segmenter import Segmenter
 from incseg.outputs.softmax import softmax_prediction
 from incseg.protocol import Step
 from incseg.types import Batch, Increment, Inputs, Output, UserError
+
+log = logging.getLogger("incseg")
 
 _ENCODER = "backbone."
 
@@ -74,7 +77,7 @@ class Recall(Method):
             context.model.backbone.eval().requires_grad_(False)
         if self._replay is None:
             if teacher is not None:
-                context.say("recall has nothing to replay: in-painting only; give --method.replay or .generator")
+                log.info("recall has nothing to replay: in-painting only; give --method.replay or .generator")
             return
         if teacher is None:
             self._helpers = {}

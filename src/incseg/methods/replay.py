@@ -6,6 +6,7 @@ photograph was asked for, whose arg-max becomes its labels; without scores every
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from incseg.losses.pixelwise import row_strips
 from incseg.losses.prototypes import nearest
 from incseg.methods.base import Processes, StepContext
 from incseg.types import BACKGROUND, Batch, Inputs, UserError
+
+log = logging.getLogger("incseg")
 
 PER_CLASS = 100
 """Photographs of a class, where nothing else is said."""
@@ -122,7 +125,7 @@ class Replay:
         most = max(len(of_class) for of_class in places)
         self._order = [int(i) for of_class in places for i in np.resize(of_class, most)]
         megabytes = sum(photograph.memory() for photograph in self._pool) / 1e6
-        context.say(f"replay: {len(self._pool)} images of {len(places)} old classes, {megabytes:.0f} MB in memory")
+        log.info(f"replay: {len(self._pool)} images of {len(places)} old classes, {megabytes:.0f} MB in memory")
 
     @torch.no_grad()
     def _prepared(
