@@ -11,7 +11,7 @@ from small_runs import evaluated_again, rows_of, small_config
 
 from incseg.engine.checkpoint import Progress
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.methods import build_method
 from incseg.run import Setup, train
 from incseg.types import UserError
