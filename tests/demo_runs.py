@@ -16,7 +16,7 @@ from browser import until
 from incseg.cli import main
 from incseg.data.shapes import Shapes
 from incseg.engine.rundir import RunDir
-from incseg.files import write_json, write_text
+from incseg.io import write_json, write_text
 from incseg.models.files import save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import Increment

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from incseg.config import usual_settings
-from incseg.files import write_array, write_json
+from incseg.io import write_array, write_json
 from incseg.protocol import RULES
 from incseg.types import UserError
 

@@ -29,7 +29,7 @@ from incseg.engine.evaluator import EvalConfig
 from incseg.engine.progress import Screen, Task, showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.trainer import TrainConfig
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.means import Term
 from incseg.methods.base import Method
 from incseg.models.segmenter import ModelConfig

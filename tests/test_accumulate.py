@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.engine.trainer import TrainConfig, Trainer
-from incseg.files import read_tensors, write_tensors
+from incseg.io import read_tensors, write_tensors
 from incseg.methods import METHODS, build_method
 from incseg.methods.base import StepContext, StepImages
 from incseg.models.norms import FrozenBatchNorm2d

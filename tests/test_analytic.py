@@ -18,8 +18,8 @@ from incseg.cli.main import main
 from incseg.config import RunConfig
 from incseg.engine.warm_start import WarmStart
 from incseg.export import with_onnx
-from incseg.files import load_tensors, write_tensors
 from incseg.inference import load
+from incseg.io import load_tensors, write_tensors
 from incseg.methods.analytic import Analytic, _thinned
 from incseg.methods.base import Alone, StepContext, StepImages
 from incseg.methods.evidential import Evidential

@@ -13,7 +13,7 @@ from small_runs import PYTHON_PATH, assert_same_run
 
 import incseg
 from incseg.cli import main
-from incseg.data.export import export
+from incseg.data.folder import export
 from incseg.data.shapes import Shapes
 from incseg.losses.softmax import cross_entropy_sum
 from incseg.methods.base import Method

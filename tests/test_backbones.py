@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from incseg.models.backbones import BACKBONES, Backbone, build_backbone
 from incseg.models.backbones.efficientnet_lite import SameConv2d, same_conv
 from incseg.models.norms import FrozenBatchNorm2d, make_norm, num_groups
-from incseg.models.weights import load_weights
+from incseg.models.pretrained import load_weights
 from incseg.types import UserError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -17,11 +17,10 @@ from incseg.cli import main
 from incseg.config import load_run_config
 from incseg.data import build_source
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
 from incseg.inference import load
+from incseg.io import TRUSTED, read_tensors
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
-from incseg.names import TRUSTED
 from incseg.run import train
 from incseg.types import Increment, UserError
 

@@ -18,8 +18,8 @@ from small_runs import Interrupting, assert_same_run, small_config
 from incseg.config import load_run_config
 from incseg.engine.progress import Task, showing
 from incseg.engine.rundir import RunDir, read_config
-from incseg.files import read_record, read_tensors, write_record, write_tensors
 from incseg.inference import load
+from incseg.io import read_record, read_tensors, write_record, write_tensors
 from incseg.losses.pixelwise import row_strips
 from incseg.run import evaluate, train
 from incseg.types import UserError

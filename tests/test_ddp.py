@@ -14,7 +14,7 @@ from small_runs import PYTHON_PATH, reevaluated_row, rows_of, small_config, writ
 
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.run import train
 from incseg.types import UserError
 

@@ -13,7 +13,7 @@ import pytest
 
 from incseg.cli import main
 from incseg.data import build_source
-from incseg.data.export import export
+from incseg.data.folder import export
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *absent: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from safetensors import SafetensorError
@@ -34,18 +35,18 @@ from small_runs import (
 )
 
 import incseg.engine.trainer as trainer_module
-import incseg.files as files_module
+import incseg.io
 from incseg.cli import main
 from incseg.config import RunConfig, load_run_config, open_run
-from incseg.data.views import EpochOrder
+from incseg.data.loaders import EpochOrder
 from incseg.engine.checkpoint import Progress
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.engine.trainer import TrainConfig
-from incseg.files import read_tensors
-from incseg.metrics.continual import FIGURES
+from incseg.io import read_tensors
+from incseg.metrics import FIGURES
 from incseg.models.files import load_segmenter
 from incseg.run import evaluate, train
 from incseg.types import UserError
@@ -151,7 +152,7 @@ def test_killed_between_the_model_and_its_row(
 
 def test_killed_while_a_checkpoint_is_written(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path / "run", train={"checkpoint_seconds": 0.0})
-    save, saved = files_module.save_file, Counter[str]()
+    save, saved = safetensors.torch.save_file, Counter[str]()
 
     def killed(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         save(tensors, path, metadata)
@@ -162,7 +163,7 @@ def test_killed_while_a_checkpoint_is_written(finished: Path, tmp_path: Path, mo
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_module, "save_file", killed)
+        patch.setattr(safetensors.torch, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     progress = json.loads(read_tensors(RunDir(config.folder).checkpoint)[1]["checkpoint"])["progress"]
@@ -522,7 +523,7 @@ def test_the_saved_configuration_is_the_whole_one(finished: Path) -> None:
 @pytest.mark.parametrize("tensors", [{}, {"a": torch.arange(6).reshape(2, 3).T}])
 @pytest.mark.parametrize("metadata", [{}, {"b": "c"}])
 def test_tensor_files_round_trip(tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    files_module.write_tensors(tmp_path / "new" / "t.safetensors", tensors, metadata)
+    incseg.io.write_tensors(tmp_path / "new" / "t.safetensors", tensors, metadata)
     read, about = read_tensors(tmp_path / "new" / "t.safetensors")
     assert about == metadata
     assert read.keys() == tensors.keys()
@@ -531,15 +532,15 @@ def test_tensor_files_round_trip(tmp_path: Path, tensors: dict[str, torch.Tensor
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.safetensors"
-    files_module.write_tensors(path, {"a": torch.ones(1)}, {})
+    incseg.io.write_tensors(path, {"a": torch.ones(1)}, {})
 
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_module, "save_file", full)
+        patch.setattr(safetensors.torch, "save_file", full)
         with pytest.raises(OSError, match=r"cannot write .*t\.safetensors .*No space left"):
-            files_module.write_tensors(path, {"a": torch.zeros(1)}, {})
+            incseg.io.write_tensors(path, {"a": torch.zeros(1)}, {})
     assert read_tensors(path)[0]["a"].item() == 1
     assert list(tmp_path.iterdir()) == [path]
 
@@ -547,7 +548,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 def test_damaged_rows_are_named(tmp_path: Path) -> None:
     (tmp_path / "row.json").write_text('{"index": 0, ')
     with pytest.raises(UserError, match=r"row\.json is damaged .*; delete it"):
-        files_module.read_json(tmp_path / "row.json")
+        incseg.io.read_json(tmp_path / "row.json")
 
 
 # --- the order of samples ------------------------------------------------------------------------------------

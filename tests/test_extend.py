@@ -18,18 +18,17 @@ import incseg
 from incseg.cli import main
 from incseg.cli.extend import add_arguments, request
 from incseg.config import RunConfig
-from incseg.data.export import export
 from incseg.data.extended import Extended
-from incseg.data.folder import Folder
+from incseg.data.folder import Folder, export
 from incseg.data.shapes import Shapes
 from incseg.engine.forgetting import MARGIN, compare_models
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.extension import AS_TRAINED, LADDER, Outcome, Plan, Try, choose, extend
-from incseg.files import cache_path, read_tensors, write_json
+from incseg.io import cache_path, read_tensors, write_json
 from incseg.methods.finetune import Finetune
-from incseg.metrics.forgetting import agreement, mean_new_iou
+from incseg.metrics import agreement, mean_new_iou
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import FINER, ModelConfig, Segmenter
 from incseg.report.extension import class_rows, in_words

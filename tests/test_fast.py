@@ -13,7 +13,7 @@ from incseg.cli.settings import parse_run
 from incseg.config import RunConfig
 from incseg.engine.rundir import RunDir
 from incseg.engine.trainer import Fast
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.run import train
 from incseg.types import UserError
 

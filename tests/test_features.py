@@ -27,15 +27,14 @@ import incseg.data.features as features_module
 from incseg.cli import main
 from incseg.config import RunConfig
 from incseg.data.features import FeatureStore, StoredCache, StoreUnwritable, clear, stored_caches
-from incseg.data.loaders import FeatureLoaders, Loaders, PixelLoaders, _ahead, thinned
+from incseg.data.loaders import EpochOrder, FeatureLoaders, Loaders, PixelLoaders, _ahead, thinned
 from incseg.data.shapes import Shapes
 from incseg.data.source import Source
 from incseg.data.transforms import TestTransform
-from incseg.data.views import EpochOrder
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
-from incseg.files import cache_path, read_tensors
+from incseg.io import cache_path, read_tensors
 from incseg.methods import build_method
 from incseg.models.aspp import Neck, activate
 from incseg.models.files import load_segmenter, save_segmenter

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from made_up_runs import write_run
 
-from incseg import files
+from incseg import io
 from incseg.cli import main
-from incseg.files import FolderLock, NoFileName, no_folder, replacing, write_text
+from incseg.io import FolderLock, NoFileName, no_folder, replacing, write_text
 from incseg.types import UserError
 
 
@@ -61,7 +61,7 @@ def test_what_is_no_file_is_not_replaced(kind: str, capsys: pytest.CaptureFixtur
 
 def test_nothing_is_written_among_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/stdout is a link, and where the output goes to a file one to a regular file."""
-    monkeypatch.setattr(files, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(io, "_DEVICES", tmp_path / "dev")
     (tmp_path / "dev/shm").mkdir(parents=True)
     (tmp_path / "printed").write_text("so far")
     (tmp_path / "dev/stdout").symlink_to(tmp_path / "printed")
@@ -120,7 +120,7 @@ def test_a_name_that_cannot_be_written_is_told_before_the_work(capsys: pytest.Ca
 _HOLDS_AND_FORKS = """
 import os, sys, time
 from pathlib import Path
-from incseg.files import FolderLock
+from incseg.io import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 assert lock.acquire()
 child = os.fork()
@@ -134,7 +134,7 @@ def test_a_killed_process_frees_its_lock_though_its_children_live(tmp_path: Path
     """Loader processes outlive a killed parent by seconds."""
     lock = FolderLock(tmp_path)
     command = [sys.executable, "-c", _HOLDS_AND_FORKS, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(io.__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

@@ -17,7 +17,7 @@ import torch
 from small_runs import rows_of, small_config
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.methods import METHODS
 from incseg.run import train
 

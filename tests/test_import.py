@@ -23,9 +23,8 @@ from incseg.data.shapes import Shapes
 from incseg.data.transforms import IMAGENET_MEAN, IMAGENET_STD, TestTransform
 from incseg.methods.evidential import Evidential
 from incseg.models.files import load_segmenter
-from incseg.models.relative import evidential_from_softmax
+from incseg.models.pretrained import evidential_from_softmax, read_deeplab
 from incseg.models.segmenter import ModelConfig, Segmenter
-from incseg.models.torchvision import read_deeplab
 from incseg.outputs.evidential import Rectifier, deciding_evidence, deciding_score, log_probabilities
 from incseg.types import Increment, UserError
 
@@ -314,7 +313,7 @@ def test_wrong_flags(
 
 def test_resnet50_has_torchvisions_names() -> None:
     """By count and sample: 50 layers with dilation, ASPP at 12, 24, 36, one more convolution."""
-    from incseg.models.torchvision import _their_name
+    from incseg.models.pretrained import _their_name
 
     with torch.device("meta"):
         model = Segmenter(ModelConfig("resnet50", output_stride=8, head="torchvision"), background_output=True)
@@ -339,7 +338,7 @@ def test_imported_models_train(checkpoint: Path) -> None:
 
 
 def test_an_imported_model_is_extended(checkpoint: Path, tmp_path: Path) -> None:
-    from incseg.data.export import export
+    from incseg.data.folder import export
 
     export(SOURCE, tmp_path / "mine")
     start, out = tmp_path / "start", tmp_path / "run"

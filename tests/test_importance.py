@@ -13,7 +13,7 @@ from small_runs import rows_of, small_config
 from torch import Tensor, nn
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.importance import (
     PATH_DAMPING,
     WALK_DAMPING,

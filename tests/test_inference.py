@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw
 from incseg.cli import predict as command
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import RunDir
-from incseg.files import write_json
 from incseg.inference import Predictor, Result, _network_size, _tile_starts, distinct_name, load, open_image
+from incseg.io import write_json
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.report.draw import OVERLAY_SIDES, overlay, palette_image, uncertainty_image

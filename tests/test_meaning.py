@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from incseg.cli import main
-from incseg.data.check import check
+from incseg.data.check import check, check_meaning, grouped, meaning_of, values_line
 from incseg.data.extended import Extended
-from incseg.data.faults import Fault, grouped
+from incseg.data.files import FileError
 from incseg.data.folder import Folder
-from incseg.data.meaning import check_meaning, meaning_of, values_line
-from incseg.data.pixels import PixelCounts, histogram, joined, pixel_counts
-from incseg.data.presence import presence_of
+from incseg.data.presence import PixelCounts, histogram, joined, pixel_counts, presence_of
 from incseg.data.source import voc_palette
 from incseg.data.voc import VOC
-from incseg.files import cache_path
+from incseg.io import cache_path
 from incseg.types import DatasetInfo, Increment
 
 STREET = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
@@ -330,10 +328,10 @@ def test_values_beyond_the_classes_are_one_fault(tmp_path: Path) -> None:
 
 
 def test_faults_are_grouped_by_kind() -> None:
-    missing = [Fault(f"d/masks/{i}.png", "no such file", "restore it", "missing") for i in range(2)]
-    broken = [Fault(f"d/images/{i}.png", f"cannot be read ({i})", "copy it", "unreadable") for i in range(4)]
-    sizes = [Fault(f"folder val '{i}'", "the image is …", "export both", "sizes") for i in range(2)]
-    other = [Fault("x", "odd", ""), Fault("y", "odd", "")]
+    missing = [FileError(f"d/masks/{i}.png", "no such file", "restore it", "missing") for i in range(2)]
+    broken = [FileError(f"d/images/{i}.png", f"cannot be read ({i})", "copy it", "unreadable") for i in range(4)]
+    sizes = [FileError(f"folder val '{i}'", "the image is …", "export both", "sizes") for i in range(2)]
+    other = [FileError("x", "odd", ""), FileError("y", "odd", "")]
     assert grouped([missing[0], broken[0]]) == ["d/masks/0.png: no such file; restore it", str(broken[0])]
     assert grouped([*missing, *broken, *sizes, *other]) == [
         "2 files are missing (masks/0.png, masks/1.png); restore them, or take their names off the list",

@@ -30,7 +30,7 @@ from incseg.cli import main
 from incseg.config import RunConfig
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.means import Term, normalised
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method

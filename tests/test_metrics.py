@@ -10,10 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from incseg.metrics.calibration import expected_calibration_error, reliability_counts
-from incseg.metrics.confusion import confusion_counts, iou, pixel_accuracy
-from incseg.metrics.continual import mean, plop_average, summary
-from incseg.metrics.uncertainty import BINS, grouped_score_counts, median_scores, ranking, score_counts
+from incseg.metrics import (
+    BINS,
+    confusion_counts,
+    expected_calibration_error,
+    grouped_score_counts,
+    iou,
+    mean,
+    median_scores,
+    pixel_accuracy,
+    plop_average,
+    ranking,
+    reliability_counts,
+    score_counts,
+    summary,
+)
 from incseg.types import IGNORE, UNSEEN
 
 # ---------------------------------------------------------------------------------------------- confusion

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incseg.models.aspp import ASPP, default_dilations
-from incseg.models.segmenter import ModelConfig, Segmenter, build_segmenter
+from incseg.models.pretrained import build_segmenter
+from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import Increment, UserError
 
 SMALL = ModelConfig(backbone="tiny", output_stride=8, width=16, dilations=(1, 2, 3))

@@ -12,7 +12,7 @@ from small_runs import small_config
 from torch import Tensor
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.background import background_cross_entropy_sum
 from incseg.losses.means import normalised
 from incseg.losses.prototypes import (

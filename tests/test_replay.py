@@ -24,7 +24,7 @@ from incseg.cli import main
 from incseg.data.shapes import Shapes
 from incseg.data.unlabelled import Generator, ImageFolders
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.labels import fill_background, shifted
 from incseg.methods import build_method
 from incseg.methods.base import Alone, StepContext, StepImages

@@ -21,8 +21,8 @@ from small_runs import small_config
 
 from incseg.cli import main
 from incseg.config import usual_settings
-from incseg.files import write_array
-from incseg.metrics.uncertainty import BINS
+from incseg.io import write_array
+from incseg.metrics import BINS
 from incseg.report.figures import Reliability, Unknown, against_increments, class_heat_map, class_table, takings
 from incseg.report.page import Block, HtmlTable, PageSection, inline_html, page
 from incseg.report.pictures import (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.background import background_cross_entropy, background_distillation, fold_new_into_background
 from incseg.losses.distillation import local_pod
 from incseg.losses.means import normalised

@@ -15,14 +15,13 @@ from torch import Tensor
 from incseg.config import RunConfig
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.losses.means import normalised
 from incseg.losses.sigmoid import binary_cross_entropy, binary_distillation, decompose, sure_background
 from incseg.methods.base import StepContext, StepImages
 from incseg.methods.dkd import DKD
 from incseg.methods.ssul import SSUL
-from incseg.models.fusion import fuse, fusion_share
-from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.models.segmenter import ModelConfig, Segmenter, fuse, fusion_share
 from incseg.outputs.sigmoid import foreground_prediction
 from incseg.presets import PRESETS, preset_for
 from incseg.protocol import Protocol

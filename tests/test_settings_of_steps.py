@@ -12,7 +12,7 @@ from small_runs import reevaluated_row, rows_of, small_config
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.files import read_tensors, write_tensors
+from incseg.io import read_tensors, write_tensors
 from incseg.methods import build_method
 from incseg.methods.base import Method
 from incseg.run import Setup, train

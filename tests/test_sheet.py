@@ -13,8 +13,7 @@ from incseg.cli import main
 from incseg.data import sheet as sheets
 from incseg.data.extended import Extended
 from incseg.data.folder import Folder
-from incseg.data.pixels import PixelCounts, pixel_counts
-from incseg.data.presence import Presence, presence_of
+from incseg.data.presence import PixelCounts, Presence, pixel_counts, presence_of
 from incseg.data.shapes import Shapes
 from incseg.data.sheet import contact_sheet, save_sheet
 from incseg.data.source import SPLITS, Source, Split, voc_palette

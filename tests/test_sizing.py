@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from incseg.cli import main
-from incseg.data.export import export
-from incseg.data.pixels import PixelCounts
+from incseg.data.folder import export
+from incseg.data.presence import PixelCounts
 from incseg.data.shapes import Shapes
-from incseg.data.sizing import CELLS, choose_size, object_sides
+from incseg.data.transforms import CELLS, choose_size, object_sides
 from incseg.engine.rundir import RunDir, read_config
 
 PHOTOGRAPHS = [(480, 640)] * 50

@@ -14,12 +14,11 @@ from PIL import Image
 
 from incseg.data.ade20k import ADE20K_INFO, ADE20k
 from incseg.data.check import check
-from incseg.data.export import export
 from incseg.data.files import FileError, as_rgb, list_file, read_image, read_mask
-from incseg.data.folder import Folder, hash_split, read_classes
+from incseg.data.folder import Folder, export, hash_split, read_classes
 from incseg.data.source import Source, voc_palette
 from incseg.data.voc import VOC, VOC_INFO
-from incseg.files import cache_path
+from incseg.io import cache_path
 from incseg.types import UserError
 
 REAL_VOC = Path(__file__).resolve().parents[2] / "shared" / "data" / "voc224"

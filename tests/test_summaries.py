@@ -20,8 +20,8 @@ from PIL import Image
 from incseg.cli import main
 from incseg.config import usual_settings
 from incseg.engine.rundir import RunDir
-from incseg.files import with_checksum, write_array, write_compact_json, write_record
 from incseg.inference import load
+from incseg.io import with_checksum, write_array, write_compact_json, write_record
 from incseg.report.runs import RunRecord, Usual, collected_warnings, optional_settings, read_runs, write_summaries
 from incseg.types import UserError
 

@@ -30,7 +30,7 @@ from incseg.config import usual_settings
 from incseg.data.ade20k import ADE20K_INFO
 from incseg.engine.evaluator import Counts, figures
 from incseg.engine.rundir import RunDir, flatten
-from incseg.files import write_array
+from incseg.io import write_array
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
 from incseg.protocol import Protocol

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from incseg.models.backbones import Backbone, build_backbone
-from incseg.models.weights import load_weights
+from incseg.models.pretrained import load_weights
 from incseg.types import UserError
 
 State = dict[str, Tensor]

@@ -26,9 +26,9 @@ from incseg.data.features import StoredCache, stored_caches
 from incseg.data.loaders import Loaders
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import started
-from incseg.files import cache_path, read_json, write_compact_json, write_text
+from incseg.io import cache_path, read_json, write_compact_json, write_text
 from incseg.methods import build_method
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.report.writers import code_block, markdown_table

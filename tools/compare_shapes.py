@@ -15,7 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from incseg.files import write_compact_json
+from incseg.io import write_compact_json
 
 SEEDS = (42, 1337, 2001)
 FIGURES = ("base", "new", "all", "inc")

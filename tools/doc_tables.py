@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from incseg.config import usual_settings
-from incseg.errors import UserError
-from incseg.files import write_text
-from incseg.metrics.continual import FIGURES
+from incseg.io import write_text
+from incseg.metrics import FIGURES
 from incseg.report.published import PUBLISHED
 from incseg.report.runs import collected_warnings, read_runs
 from incseg.report.tables import Group, group
 from incseg.report.writers import figure_text, markdown_table
+from incseg.types import UserError
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results/voc-laptop/runs.jsonl"

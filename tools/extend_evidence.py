@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from incseg.files import write_compact_json
+from incseg.io import write_compact_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 OLD, NEW, NEW_VOC = ("skin", "hair", "shoes", "pants", "dress", "coat"), ("bag", "sunglasses"), ("bag", "hat")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from incseg.config import usual_settings
-from incseg.files import write_text
-from incseg.metrics.continual import FIGURES
+from incseg.io import write_text
+from incseg.metrics import FIGURES
 from incseg.report.class_statistics import LEAST_SHARE, ClassStatistics
 from incseg.report.published import Column
 from incseg.report.runs import (

@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_json, write_compact_json, write_text
+from incseg.io import read_json, write_compact_json, write_text
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

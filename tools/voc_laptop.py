@@ -26,9 +26,9 @@ from incseg.config import require_same_settings, usual_settings
 from incseg.engine.queue import Queue
 from incseg.engine.rundir import RunDir, flatten
 from incseg.engine.workers import Workers
-from incseg.errors import UserError
 from incseg.report.runs import optional_settings, read_runs
 from incseg.run import add_jobs, job_of
+from incseg.types import UserError
 
 SEEDS = (42, 1337, 2001)
 TASKS = ("15-1", "15-5", "10-1")

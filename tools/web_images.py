@@ -22,7 +22,7 @@ import numpy as np
 from incseg.cli.settings import parse_run
 from incseg.data.files import FileSource
 from incseg.data.source import Source
-from incseg.files import replacing
+from incseg.io import replacing
 from incseg.methods import build_method
 from incseg.run import Setup, read_presence
 from incseg.types import UserError

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from incseg.api import Run, extend, train
-    from incseg.errors import UserError
     from incseg.inference import Predictor, Result, load
     from incseg.methods.base import Method
     from incseg.protocol import Protocol
+    from incseg.types import UserError
 
 __version__ = "0.2.0"
 __all__ = ["Method", "Predictor", "Protocol", "Result", "Run", "UserError", "__version__", "extend", "load", "train"]
@@ -30,7 +30,7 @@ _MODULES = {
     "Protocol": "incseg.protocol",
     "Result": "incseg.inference",
     "Run": "incseg.api",
-    "UserError": "incseg.errors",
+    "UserError": "incseg.types",
     "extend": "incseg.api",
     "load": "incseg.inference",
     "train": "incseg.api",

@@ -15,10 +15,10 @@ from incseg.cli.settings import by_dotted_name, resolve
 from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
-from incseg.files import read_record
 from incseg.inference import Predictor, load
+from incseg.io import read_record
 from incseg.methods.base import Method
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words
 from incseg.run import fit_size
 from incseg.run import train as train_run

@@ -21,10 +21,10 @@ from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import RunDir, flatten, read_config
 from incseg.engine.runtime import Precision
 from incseg.engine.trainer import TrainConfig
+from incseg.io import require_named_by_user
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.segmenter import ModelConfig
-from incseg.names import require_named_by_user
 from incseg.presets import PRESETS, default_preset, preset_for
 from incseg.settings import Affects, changed_values, names_affecting, setting
 from incseg.types import UserError

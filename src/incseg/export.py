@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import incseg
-from incseg.files import replacing
 from incseg.inference import Predictor, predictor_of
+from incseg.io import replacing
 from incseg.methods.base import Method
 from incseg.models.onnx_file import FORMAT, FORMAT_VERSION, INPUT, OUTPUTS, OnnxNetwork, as_input, onnx_packages
 from incseg.models.segmenter import Segmenter

@@ -18,22 +18,21 @@ from typing import Any
 
 from incseg.config import RunConfig, differing_settings, open_run
 from incseg.data.extended import Extended
-from incseg.data.pixels import PixelCounts, as_seen_by
+from incseg.data.presence import PixelCounts, as_seen_by
 from incseg.data.sheet import write_sheet
-from incseg.data.sizing import ChosenSize, choose_size, object_sides
+from incseg.data.transforms import ChosenSize, choose_size, object_sides
 from incseg.engine.progress import Screen, log, showing
 from incseg.engine.rundir import RunDir, model_file, read_config
 from incseg.engine.runtime import is_main_process
 from incseg.engine.trainer import TrainConfig
 from incseg.engine.warm_start import WarmStart
-from incseg.files import read_json, write_json
 from incseg.inference import require_trusted
+from incseg.io import read_json, require_known, write_json
 from incseg.methods import find_method
 from incseg.methods.analytic import Analytic
-from incseg.metrics.forgetting import agreement, best, mean_new_iou
+from incseg.metrics import agreement, best, mean_new_iou
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
-from incseg.names import require_known
 from incseg.presets import preset_for
 from incseg.run import open_source, read_meaning, train
 from incseg.types import UserError

@@ -23,7 +23,7 @@ from incseg.data.source import Source
 from incseg.engine.rundir import RunDir
 from incseg.engine.warm_start import WarmStart
 from incseg.inference import Predictor, Result, load
-from incseg.metrics.uncertainty import BINS, score_counts
+from incseg.metrics import BINS, score_counts
 from incseg.models.files import load_segmenter
 from incseg.protocol.images import evenly
 from incseg.report.figures import Reliability, Unknown, reliability, unknown_curves

@@ -21,7 +21,7 @@ from incseg.data.source import voc_palette
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import model_file
 from incseg.engine.runtime import Runtime
-from incseg.files import replacing, write_array
+from incseg.io import replacing, write_array
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from incseg.data import find_source
-from incseg.names import require_known
+from incseg.io import require_known
 from incseg.types import UserError
 
 _LITE0: dict[str, Any] = {

@@ -22,15 +22,13 @@ from incseg.config import (
     training_recipe,
 )
 from incseg.data import build_source
+from incseg.data.check import Meaning, check_meaning
 from incseg.data.features import StoreUnwritable
 from incseg.data.loaders import FeatureLoaders, Loaders, PixelLoaders
-from incseg.data.meaning import Meaning, check_meaning
-from incseg.data.pixels import PixelCounts
-from incseg.data.presence import Presence, presence_of
+from incseg.data.presence import PixelCounts, Presence, presence_of
 from incseg.data.sheet import write_sheet
-from incseg.data.sizing import size_for
 from incseg.data.source import Source, Split
-from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at
+from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at, size_for
 from incseg.engine.checkpoint import load_step
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
@@ -43,11 +41,12 @@ from incseg.engine.step_cache import StepCache
 from incseg.engine.tensorboard import TensorBoard
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.engine.warm_start import WarmStart
-from incseg.files import cache_path, tensors_digest, write_json
+from incseg.io import cache_path, tensors_digest, write_json
 from incseg.methods import build_method
 from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
-from incseg.models.segmenter import Segmenter, build_segmenter
+from incseg.models.pretrained import build_segmenter
+from incseg.models.segmenter import Segmenter
 from incseg.protocol import Protocol
 from incseg.protocol.images import evenly, held_out
 from incseg.settings import names_affecting

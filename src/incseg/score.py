@@ -18,7 +18,7 @@ from incseg.data.extended import folded
 from incseg.data.source import Source, Split
 from incseg.engine.progress import percent, show_progress
 from incseg.inference import Predictor
-from incseg.metrics.confusion import confusion_counts, iou
+from incseg.metrics import confusion_counts, iou
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 

@@ -1,15 +1,19 @@
-"""The nouns that every other module shares, and nothing else."""
+"""The types that all other modules share. Importing them does not import torch, so the command line starts fast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from incseg.errors import UserError as UserError
+
+class UserError(ValueError):
+    """Something the user can put right. Shown as one line: what came, what is allowed, what to do."""
+
 
 BACKGROUND = 0
 """Label of a pixel that shows none of the classes of interest."""
@@ -21,9 +25,9 @@ MAX_CLASSES = UNSEEN - 1
 """Labels are bytes, and two of them are taken."""
 
 
-Later = Tensor | Callable[[], Tensor]
+Later: TypeAlias = "Tensor | Callable[[], Tensor]"
 """A tensor, or how to make it."""
-Inputs = Tensor | tuple[Tensor, ...]
+Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """What a model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads."""
 
 
@@ -92,9 +96,9 @@ class Batch:
         """Micro-batches: the images dealt out in turn, so that images added at the end are spread over all of them."""
 
         def dealt(first: int) -> Inputs:
-            if isinstance(self.inputs, Tensor):
-                return self.inputs[first::number]
-            return tuple(part[first::number] for part in self.inputs)
+            if isinstance(self.inputs, tuple):
+                return tuple(part[first::number] for part in self.inputs)
+            return self.inputs[first::number]
 
         if number == 1:
             return [self]
@@ -142,6 +146,8 @@ class Prediction:
     @staticmethod
     def join_rows(strips: Sequence[Prediction]) -> Prediction:
         """Put strips of rows under each other again."""
+        import torch
+
         return Prediction(
             labels=torch.cat([s.labels for s in strips], dim=-2),
             probabilities=torch.cat([s.probabilities for s in strips], dim=-2),

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from incseg.files import require_file_name
-from incseg.names import require_known
+from incseg.io import require_file_name, require_known
 from incseg.types import UserError
 from tools.bench import BENCHES
 from tools.bench.measure import Settings

@@ -11,14 +11,14 @@ from itertools import islice
 import torch
 
 from incseg.config import DataConfig, RunConfig
-from incseg.data.loaders import Loaded
-from incseg.data.views import EpochOrder
+from incseg.data.loaders import EpochOrder, Loaded
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.runtime import started
 from incseg.engine.trainer import TrainConfig
 from incseg.losses.means import normalised
 from incseg.methods import build_method
-from incseg.models.segmenter import ModelConfig, build_segmenter
+from incseg.models.pretrained import build_segmenter
+from incseg.models.segmenter import ModelConfig
 from incseg.presets import preset_for
 from incseg.run import Setup
 from incseg.types import Batch, Increment

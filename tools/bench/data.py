@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 
 from incseg.data.folder import Folder
-from incseg.data.loaders import PixelLoaders
+from incseg.data.loaders import EpochOrder, PixelLoaders, StepView
 from incseg.data.transforms import TestTransform, TrainTransform
-from incseg.data.views import EpochOrder, StepView
 from incseg.protocol import Step
 from incseg.types import Inputs
 from tools.bench.measure import Aim, Section, Settings, Spread, in_turn, ratios, seconds

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from incseg.metrics.confusion import confusion_counts
+from incseg.metrics import confusion_counts
 from incseg.types import IGNORE, UserError
 from tools.bench.measure import Aim, Section, Settings, Spread, in_turn, ratios, seconds
 

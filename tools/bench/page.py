@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from incseg.engine.rundir import environment
-from incseg.files import read_json, write_compact_json, write_text
+from incseg.io import read_json, write_compact_json, write_text
 from incseg.report import style
 from incseg.report.style import BLUE, VERMILION, WIDTH, new_figure, styled
 from incseg.report.writers import markdown_table

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from incseg.files import write_compact_json, write_text
+from incseg.io import write_compact_json, write_text
 from tools.torture import determinism, disk, files, inputs, kills, numbers, server
 from tools.torture.case import Kind, Lost, own_folder, preload
 

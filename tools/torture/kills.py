@@ -14,7 +14,7 @@ from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
-from incseg import files
+from incseg import io
 from incseg.data import features as feature_store
 from incseg.engine import step_cache
 from incseg.engine.progress import Screen, Task
@@ -107,7 +107,7 @@ def _tell(shared: mmap.mmap) -> None:
     def say(text: str) -> None:
         shared[:] = text.encode()[:256].ljust(256, b"\0")
 
-    begin, emit, replacing = Screen.begin, Screen.emit, files.replacing
+    begin, emit, replacing = Screen.begin, Screen.emit, io.replacing
     phase = ["starting"]
 
     def began(self: Screen, what: str, *more: Any, **named: Any) -> Task:
@@ -132,7 +132,7 @@ def _tell(shared: mmap.mmap) -> None:
 
     Screen.begin, Screen.emit = began, shown  # type: ignore[method-assign]
     patched: Callable[[Path], AbstractContextManager[Path]] = writing
-    for module in (files, step_cache, feature_store):
+    for module in (io, step_cache, feature_store):
         module.replacing = patched  # type: ignore[attr-defined]
 
 

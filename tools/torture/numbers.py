@@ -16,7 +16,7 @@ import incseg.data.transforms as transforms
 from incseg.data.shapes import Shapes
 from incseg.engine.evaluator import Evaluator
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.methods.evidential import Evidential
 from tools.torture.case import Case, Kind, Lost, incseg
 from tools.torture.runs import finished, require_same, settings

@@ -14,7 +14,7 @@ import torch
 from small_runs import rows_of, small_config, write_config
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.types import UserError
 from tools.torture.case import Lost, incseg
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from incseg.data.features import StoredCache, clear, stored_caches
-from incseg.files import cache_path, cache_root, no_folder
-from incseg.names import unknown
+from incseg.io import cache_path, cache_root, no_folder, unknown
 from incseg.types import UserError
 
 HELP = "list: features and other work kept on disk; clear: delete some of it, which is made again when needed"

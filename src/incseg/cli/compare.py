@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from incseg.config import usual_settings
-from incseg.files import write_text
+from incseg.io import write_text
 from incseg.report.runs import collected_warnings, print_warning, read_runs, require_some
 from incseg.report.tables import ABLATIONS, apart_line, compare, set_apart
 from incseg.report.writers import FORMATS, written

@@ -11,16 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from incseg.data import build_source
-from incseg.data.check import Report, check
-from incseg.data.export import export
-from incseg.data.faults import grouped
+from incseg.data.check import Report, check, grouped, values_line
 from incseg.data.files import FileSource
-from incseg.data.meaning import values_line
-from incseg.data.pixels import joined
+from incseg.data.folder import export
 from incseg.data.presence import Progress as Callback
+from incseg.data.presence import joined
 from incseg.data.sheet import contact_sheet, require_own_sheet, save_sheet
 from incseg.data.source import SPLITS, Source
-from incseg.files import require_file_name
+from incseg.io import require_file_name
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 HELP = "check: walk a dataset and list every fault; export: write one as a folder of images and masks"

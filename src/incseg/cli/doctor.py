@@ -147,7 +147,7 @@ def _data(roots: list[Path] | None) -> Iterator[Finding]:
 
 
 def _storage() -> Iterator[Finding]:
-    from incseg.files import cache_root, no_folder
+    from incseg.io import cache_root, no_folder
 
     cache, places = cache_root(), [("disk", Path.cwd())]
     if obstacle := no_folder(cache):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.export import TOLERANCE, agreement_line, export_onnx
-from incseg.files import require_file_name
 from incseg.inference import load
+from incseg.io import require_file_name
 from incseg.types import UserError
 
 HELP = "write a trained model as an ONNX file that runs without incseg: raw pixels in, decision out"

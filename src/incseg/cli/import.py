@@ -11,13 +11,12 @@ import incseg
 from incseg.data.folder import read_classes
 from incseg.data.source import voc_palette
 from incseg.engine.trainer import TrainConfig
+from incseg.io import require_known
 from incseg.methods import METHODS
 from incseg.methods.base import CROSS_ENTROPY
 from incseg.methods.evidential import Evidential
 from incseg.models.files import save_segmenter
-from incseg.models.relative import evidential_from_softmax
-from incseg.models.torchvision import read_deeplab
-from incseg.names import require_known
+from incseg.models.pretrained import evidential_from_softmax, read_deeplab
 from incseg.outputs.evidential import deciding_evidence
 from incseg.types import UserError
 

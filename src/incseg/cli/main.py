@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import incseg
-from incseg.errors import UserError
-from incseg.names import trust_named, unknown
+from incseg.io import trust_named, unknown
+from incseg.types import UserError
 
 COMMANDS = (
     "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "remove", "import", "export",

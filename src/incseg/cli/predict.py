@@ -22,8 +22,8 @@ from incseg.cli.settings import check_method_options, method_overrides
 from incseg.data.files import FileError
 from incseg.data.folder import unreadable_note
 from incseg.export import with_onnx
-from incseg.files import write_json
 from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, distinct_name, images_among, load, open_image
+from incseg.io import write_json
 from incseg.types import UserError
 
 HELP = "segment images with a trained model: masks, uncertainty, overlays"

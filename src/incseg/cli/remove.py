@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from incseg.engine.rundir import model_file
-from incseg.files import require_file_name
+from incseg.io import require_file_name, require_known
 from incseg.methods.analytic import Analytic
 from incseg.models.files import load_segmenter, save_segmenter
-from incseg.names import require_known
 from incseg.types import UserError
 
 HELP = "forget classes of a model: nothing is trained, no image is needed"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import incseg
 from incseg.config import usual_settings
-from incseg.files import write_text
 from incseg.gallery import cached_models, report_blocks
+from incseg.io import write_text
 from incseg.report.page import (
     FIGURES_FOLDER,
     PageSection,

@@ -19,8 +19,8 @@ from jsonargparse import ArgumentParser, Namespace
 from incseg.cli.main import explain, nearest
 from incseg.config import GROUPS, RunConfig, named_code
 from incseg.engine.rundir import flatten, read_config
+from incseg.io import require_named_by_user, unknown
 from incseg.methods import find_method
-from incseg.names import require_named_by_user, unknown
 from incseg.presets import DEFAULT_METHOD, default_preset, preset_for
 from incseg.types import UserError
 

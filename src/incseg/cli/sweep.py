@@ -23,7 +23,7 @@ from incseg.engine.progress import figures_line
 from incseg.engine.queue import Job, Queue, State
 from incseg.engine.rundir import flatten
 from incseg.engine.workers import Workers
-from incseg.files import read_json, read_yaml
+from incseg.io import read_json, read_yaml
 from incseg.run import add_jobs, job_of
 from incseg.types import UserError
 

@@ -10,7 +10,7 @@ from incseg.data.folder import Folder
 from incseg.data.shapes import Shapes
 from incseg.data.source import Source
 from incseg.data.voc import VOC
-from incseg.names import find_class
+from incseg.io import find_class
 from incseg.types import DatasetInfo, UserError
 
 SOURCES: dict[str, type[Source]] = {"shapes": Shapes, "voc": VOC, "ade20k": ADE20k, "folder": Folder}

@@ -1,20 +1,279 @@
-"""Walk a whole dataset, open every pair, and list everything that is wrong with it."""
+"""Faults of a dataset: what is wrong with a file, and many faults of one kind as one line.
+
+What the values of masks probably mean, and faults for masks that mean something else than this package assumes.
+
+Masks are read by one rule: 0 is background, i is the i-th name of classes.txt, 255 is not annotated. Masks made by
+another rule can be read without any error, and then every name is wrong. Three signs give them away:
+
+Only 0 and 255. Many tools write a binary mask as black and white. 255 is not a class here, so nothing is shown.
+
+Numbered from 0. The first name of classes.txt is 0, not 1, so no mask holds the number of the last name. But a sound
+dataset can lack its last class, too. What separates the two is the value 0. A background is in nearly every photograph
+and often its largest area; a first class is usually neither. Where the first name is that of an area, such as the sky,
+more is asked of a background: to be the largest area of nearly all photographs. So there are three degrees:
+  - fault: all other classes are shown, the last is not, and 0 does not look like a background. A few photographs are
+    not enough for this, unless the last name means void. The same holds where the last number is used for void: it is
+    then in nearly every photograph, never the largest area, and nothing else is void.
+  - fault: a name says so. The first name means background or void ("_background_"), and no mask holds the last number.
+  - note: the same, but 0 looks like a background.
+Masks that show only some of the classes, with 0 elsewhere, are sound: nothing is reported.
+
+A first line "background" in classes.txt states that 0 is background. Then nothing is guessed.
+
+Nothing shown. Every pixel is background: there is nothing to learn.
+
+
+Walk a whole dataset, open every pair, and list everything that is wrong with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from incseg.data.faults import SIZES, Fault, fault_of
-from incseg.data.meaning import judge
-from incseg.data.pixels import PixelCounts, histogram, joined, store
-from incseg.data.presence import Progress, in_threads
+from incseg.data.extended import Extended, folded
+from incseg.data.files import COLOURS, MISSING, UNREADABLE, VALUES, FileError, as_file_error
+from incseg.data.folder import Folder
+from incseg.data.presence import PixelCounts, Progress, as_seen_by, histogram, in_threads, joined, pixel_counts, store
 from incseg.data.source import SPLITS, Source, Split
-from incseg.types import UserError
+from incseg.types import BACKGROUND, IGNORE, DatasetInfo, UserError
+
+SIZES = "sizes"
+"""A kind of fault: a photograph and its mask differ in size. The other kinds are in `files`."""
+_MOST_VALUES = 8
+
+
+def grouped(faults: Sequence[FileError]) -> list[str]:
+    """One line per kind of fault, with the number of files and up to three of them; a single fault stays as it is."""
+    kinds: dict[str, list[FileError]] = {}
+    for number, fault in enumerate(faults):
+        kinds.setdefault(fault.kind or f"{number}", []).append(fault)
+    return [str(alike[0]) if len(alike) == 1 else _line(kind, alike) for kind, alike in kinds.items()]
+
+
+def _line(kind: str, faults: Sequence[FileError]) -> str:
+    number, files = len(faults), _some_files(faults)
+    if kind == COLOURS:
+        what = f"{number} masks hold colours instead of class numbers, {_some_found(faults)} ({files})"
+    elif kind == VALUES:
+        allowed = faults[0].fault.partition(", but ")[2]
+        what = f"{number} masks hold {_some_found(faults)}, but {allowed} ({files})"
+    elif kind == SIZES:
+        what = f"{number} photographs differ in size from their masks ({files})"
+    else:
+        what = {
+            MISSING: f"{number} files are missing ({files})",
+            UNREADABLE: f"{number} files cannot be read as images ({files})",
+        }[kind]
+    remedy = {
+        COLOURS: "save each mask as a single-channel or palette PNG whose pixels are class numbers",
+        VALUES: faults[0].remedy,
+        SIZES: "export both at one size",
+        MISSING: "restore them, or take their names off the list",
+        UNREADABLE: "export or copy them again",
+    }[kind]
+    return f"{what}; {remedy}"
+
+
+def _some_files(faults: Sequence[FileError]) -> str:
+    names = [fault.file if fault.kind == SIZES else "/".join(Path(fault.file).parts[-2:]) for fault in faults[:3]]
+    return ", ".join(names) + (", …" if len(faults) > 3 else "")
+
+
+def _some_found(faults: Sequence[FileError]) -> str:
+    """The values or colours that the faults report: values in ascending order, colours most frequent first."""
+    files: dict[int | str, int] = {}
+    for fault in faults:
+        for one in fault.found:
+            files[one] = files.get(one, 0) + 1
+    numbers = sorted(one for one in files if isinstance(one, int))
+    found: Sequence[int | str] = numbers or sorted(files, key=lambda one: -files[one])
+    shown = ", ".join(str(one) for one in found[:_MOST_VALUES])
+    if len(found) <= _MOST_VALUES:
+        return shown
+    return f"{shown}, … {found[-1]}" if numbers else f"{shown}, …"
+
+
+_BACKGROUND_NAMES = {"background", "bg", "none", "nothing"}
+_VOID_NAMES = {
+    "void", "unlabelled", "unlabeled", "ignore", "ignored", "ignorelabel", "notannotated", "unannotated", "dontcare",
+}  # fmt: skip
+_AREAS = {
+    "sky", "road", "street", "wall", "walls", "building", "buildings", "floor", "ground", "grass", "water", "sea",
+    "land", "terrain", "soil", "tree", "trees", "vegetation", "impervioussurface", "impervioussurfaces",
+}  # fmt: skip
+"""First classes of datasets that are labelled all over: Cityscapes, ADE20k, CamVid, Potsdam, NYU."""
+_FEWEST_IMAGES, _FEWEST_CLASSES = 4, 3
+"""Below these, a class that is not shown proves nothing."""
+_MISSING_SHARE = 10
+"""One class in so many may be missing where all others count as shown."""
+_USUAL, _LARGEST, _LARGEST_BESIDE_AREAS = 0.75, 0.25, 0.9
+"""A background is in at least this share of the photographs, and the largest area of this share of them. The last is
+for datasets whose first class is an area such as the road: it is often the largest, too."""
+_VOID_IMAGES, _VOID_LARGEST, _VOID_PIXELS = 0.95, 0.02, 0.1
+"""Void is in at least this share of the photographs, the largest area of at most this share, with so many pixels."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the masks of a dataset mean.
+
+    faults: one line each, with the remedy; a dataset with faults should not be trained on.
+    notes:  one line each, for the user to judge.
+    pixels: the pixels of each value in each mask, by split.
+    """
+
+    faults: list[str]
+    notes: list[str]
+    pixels: dict[Split, PixelCounts]
+
+    def require_sound(self) -> None:
+        if self.faults:
+            more = f" (and {len(self.faults) - 1} more faults)" if len(self.faults) > 1 else ""
+            raise UserError(f"{self.faults[0]}{more}; incseg data check shows what the masks mean")
+
+
+def check_meaning(
+    source: Source,
+    splits: Split | Sequence[Split] = SPLITS,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> Meaning:
+    """Read all masks of the splits, or the cache of an earlier reading, and judge what they mean.
+
+    A mask that cannot be read does not raise; it is among the faults, and many of a kind are one line.
+    """
+    splits = [splits] if isinstance(splits, str) else splits
+    original = source
+    while isinstance(original, Extended):
+        original = original.inner
+    pixels, unreadable = pixel_counts(original, splits, workers, progress)
+    faults, notes = judge(original, joined([*pixels.values()]))
+    return Meaning([*grouped(unreadable), *faults], notes, as_seen_by(source, pixels))
+
+
+def judge(source: Source, pixels: PixelCounts) -> tuple[list[str], list[str]]:
+    """(faults, notes) of what the masks of a source mean; only people's own folders can be numbered otherwise."""
+    if not isinstance(source, Folder):
+        return [], []
+    return meaning_of(pixels, source.info.classes, source.background_named, source.void)
+
+
+def meaning_of(
+    pixels: PixelCounts, classes: Sequence[str], background_named: bool = False, void: int = IGNORE
+) -> tuple[list[str], list[str]]:
+    """(faults, notes) of masks with these pixels, see the top of this module.
+
+    background_named: classes.txt states that 0 is background.
+    void:             what the mask files hold where `pixels` count 255.
+    """
+    sizes = pixels.sizes
+    if 2 * (sizes > 0).sum() <= len(sizes):
+        return [], []  # most masks have faults of their own, and the others say little
+    shown = pixels.images > 0
+    if not shown[1 : len(classes) + 1].any():
+        return [_nothing_shown(shown, classes, void)], []
+    if background_named or not shown[BACKGROUND]:
+        return [], []
+    return _numbering(pixels, classes, void)
+
+
+def _nothing_shown(shown: np.ndarray, classes: Sequence[str], void: int) -> str:
+    numbers = f"1 ('{classes[0]}')" if len(classes) == 1 else f"its number, 1 to {len(classes)},"
+    if not shown[IGNORE]:
+        return f"every mask is 0, background, all over, so no class is shown; write {numbers} where a class is"
+    held = f"only 0 and {void}" if shown[BACKGROUND] else f"only {void}"
+    if len(classes) == 1:
+        remedy = f"if {void} is '{classes[0]}' in these masks, write 1 instead of {void}"
+    else:
+        remedy = f"write {numbers} instead of {void} where a class is; one mask shows all classes of its photograph"
+    return f"the masks hold {held}, and {void} means 'not annotated' here, so no class is shown; {remedy}"
+
+
+def _numbering(pixels: PixelCounts, classes: Sequence[str], void: int) -> tuple[list[str], list[str]]:
+    number, shown = len(classes), pixels.images > 0
+    first, last = classes[0], classes[-1]
+    is_background = "if 0 is background, write 'background' as a new first line of classes.txt"
+    shift = f"add 1 to every value except {void}"
+    never = f"no mask holds {number} ('{last}')"
+    if not shown[number] and folded(first) in _BACKGROUND_NAMES | _VOID_NAMES:
+        fault = (
+            f"classes.txt begins with '{first}', which is number 1 here, and {never}, so the masks look numbered from "
+            f"0; if 0 is '{first}' in these masks, write 'background' instead, which stands for 0"
+        )
+        if folded(first) in _VOID_NAMES:
+            fault += f", and {void} in the masks where 0 is not annotated"
+        return [fault], []
+    missing = int((~shown[1:number]).sum())
+    others_shown = number > 1 and missing <= (number - 1) // _MISSING_SHARE
+    looks = _unlike_background(pixels, first) if number >= _FEWEST_CLASSES and others_shown else None
+    enough = int((pixels.sizes > 0).sum()) >= _FEWEST_IMAGES
+    if not shown[number] and others_shown:
+        what = f"the masks hold 0 to {number - 1} and {never}"
+        void_named = folded(last) in _VOID_NAMES
+        if looks is not None and (enough or void_named):
+            remedy = f"write {void} for '{last}', delete its line and {shift}" if void_named else shift
+            why = f"so they look numbered from 0, and every name would be shifted: {looks}"
+            return [f"{what}, {why}; {remedy}, or {is_background}"], []
+        return [], [f"{what}; look at the contact sheet, and if 0 is '{first}', {shift}"]
+    if shown[number] and others_shown and enough and not shown[IGNORE] and _last_looks_void(pixels, number):
+        small = f"{number} ('{last}') is in nearly every photograph but never much of it"
+        remedy = f"write {void} instead of {number} and {shift}"
+        if looks is None:
+            return [], [f"{small}; look at the contact sheet, and if {number} is void and 0 is '{first}', {remedy}"]
+        why = f"with {number} for void, and every name would be shifted: {looks}, and {small}"
+        return [f"the masks look numbered from 0, {why}; {remedy}, or {is_background}"], []
+    if shown[number] and folded(last) in _VOID_NAMES:
+        return [], [f"'{last}' is class {number} and would be learnt like the others; write {void} for void"]
+    return [], []
+
+
+def _unlike_background(pixels: PixelCounts, first: str) -> str | None:
+    """Why 0 does not look like a background but like the first class; None where it looks like a background."""
+    zero, largest, counted = _areas(pixels, BACKGROUND)
+    usual, most = (zero > 0)[counted].mean(), ((zero > 0) & (zero >= largest))[counted].mean()
+    is_area = folded(first) in _AREAS
+    if usual >= _USUAL and most >= (_LARGEST_BESIDE_AREAS if is_area else _LARGEST):
+        return None
+    alike = f"like '{first}' rather than" if is_area else "unlike"
+    return (
+        f"0 is in {_percent(usual)} of the photographs and the largest area of {_percent(most)}, {alike} a background"
+    )
+
+
+def _last_looks_void(pixels: PixelCounts, number: int) -> bool:
+    last, largest, counted = _areas(pixels, number)
+    return bool(
+        (last > 0)[counted].mean() >= _VOID_IMAGES
+        and (last >= largest)[counted].mean() <= _VOID_LARGEST
+        and last.sum() <= _VOID_PIXELS * pixels.sizes.sum()
+    )
+
+
+def _areas(pixels: PixelCounts, value: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each image: the pixels of a value, those of the most frequent other value, and whether any is annotated."""
+    rows = pixels.rows[(pixels.rows[:, 1] != value) & (pixels.rows[:, 1] != IGNORE)]
+    largest = np.zeros(len(pixels.names), dtype=np.int64)
+    np.maximum.at(largest, rows[:, 0], rows[:, 2].astype(np.int64))
+    own = pixels.of(value)
+    return own, largest, own + largest > 0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def values_line(info: DatasetInfo, void: int = IGNORE, most: int = 8) -> str:
+    """ "0 = background, 1 = skin, …, 255 = not annotated"."""
+    names = [f"{number} = {name}" for number, name in enumerate(info.classes, start=1)]
+    if len(names) > most:
+        names = [*names[: most - 1], "…", names[-1]]
+    zero = "background" if info.has_background else "unlabelled, not counted"
+    return ", ".join([f"0 = {zero}", *names, f"{void} = not annotated"])
 
 
 @dataclass
@@ -32,7 +291,7 @@ class SplitCounts:
 class Report:
     """All faults of a dataset and what it holds. Only faults, of files or of meaning, make it not `ok`."""
 
-    faults: list[Fault]
+    faults: list[FileError]
     """Of single files."""
     meaning: list[str]
     """Faults of the masks as a whole: they mean something else than is assumed."""
@@ -64,7 +323,7 @@ def check(
     """
     pairs = [(split, index) for split in splits for index in range(len(source.names(split)))]
     results = in_threads(lambda i: _check_pair(source, *pairs[i]), len(pairs), workers, progress)
-    faults: list[Fault] = []
+    faults: list[FileError] = []
     pixels: dict[Split, PixelCounts] = {}
 
     def histograms(images: int) -> Iterator[np.ndarray | None]:
@@ -92,21 +351,21 @@ def _counts(source: Source, pixels: PixelCounts) -> SplitCounts:
     return SplitCounts(len(pixels.names), per_class, unlabelled)
 
 
-def _check_pair(source: Source, split: Split, index: int) -> tuple[list[Fault], np.ndarray | None]:
+def _check_pair(source: Source, split: Split, index: int) -> tuple[list[FileError], np.ndarray | None]:
     """The faults of a pair, and the pixels of each value in its mask if that could be read."""
     where = f"{source.info.name} {split} '{source.names(split)[index]}'"
-    faults: list[Fault] = []
+    faults: list[FileError] = []
     image: Image.Image | None = None
     mask: np.ndarray | None = None
     try:
         image = source.image(split, index)
     except UserError as error:
-        faults.append(fault_of(error, where))
+        faults.append(as_file_error(error, where))
     try:
         mask = source.mask(split, index)
     except UserError as error:
-        faults.append(fault_of(error, where))
+        faults.append(as_file_error(error, where))
     if image is not None and mask is not None and image.size != mask.shape[::-1]:
         sizes = f"the image is {image.width}×{image.height} but its mask {mask.shape[1]}×{mask.shape[0]}"
-        faults.append(Fault(where, sizes, "export both at one size", SIZES))
+        faults.append(FileError(where, sizes, "export both at one size", SIZES))
     return faults, None if mask is None else histogram(mask)

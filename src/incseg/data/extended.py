@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from incseg.data.source import Source, Split, voc_palette
-from incseg.names import require_known
+from incseg.io import require_known
 from incseg.protocol.tasks import JOINT
 from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, Increment, UserError
 

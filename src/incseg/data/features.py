@@ -27,7 +27,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from incseg.data.presence import Progress, in_threads
-from incseg.files import replacing, write_json
+from incseg.io import replacing, write_json
 from incseg.types import UserError
 
 BLOCK = 64

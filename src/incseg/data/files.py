@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 
 from incseg.data.source import Source, Split
-from incseg.files import cache_path, write_text
+from incseg.io import cache_path, write_text
 from incseg.types import IGNORE, UserError
 
 PathLike = str | os.PathLike[str]
@@ -50,7 +50,12 @@ class FileError(UserError):
         self.file, self.fault, self.remedy, self.kind, self.found = str(file), fault, remedy, kind, found
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.fault}; {self.remedy}"
+        return f"{self.file}: {self.fault}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def as_file_error(error: UserError, where: str) -> FileError:
+    """Return the error as a FileError; `where` names the image if the error does not name a file."""
+    return error if isinstance(error, FileError) else FileError(where, str(error), "")
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

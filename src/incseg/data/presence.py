@@ -1,20 +1,24 @@
-"""The class-presence index: which classes are in which image, computed once and cached as text."""
+"""The class-presence index: which classes are in which image, computed once and cached as text.
+
+How many pixels of each value the masks hold, image by image: counted once and cached."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from incseg.data.files import FileError, PathLike, text_lines
+from incseg.data.extended import Extended
+from incseg.data.files import FileError, PathLike, as_file_error, text_lines
 from incseg.data.source import Source, Split
-from incseg.files import cache_path, write_text
+from incseg.io import cache_path, write_array, write_text
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 Progress = Callable[[int, int], None]
@@ -142,3 +146,181 @@ def _in_order(presence: Presence, names: Sequence[str], what: str, file: PathLik
                 "give the presence file of this split, or none to read the masks",
             )
     return Presence(tuple(names), tuple(index[name] for name in names))
+
+
+VALUES = IGNORE + 1
+
+
+@dataclass(frozen=True)
+class PixelCounts:
+    """The pixels of each value in each mask of a split, without the zeros: memory follows what masks show.
+
+    names: the images.
+    rows:  (K, 3) uint32, each an image's index, a value of its mask and the number of pixels, in ascending order. A
+           mask that could not be read has no row.
+    """
+
+    names: tuple[str, ...]
+    rows: np.ndarray
+
+    @classmethod
+    def of_histograms(cls, names: Sequence[str], histograms: Iterable[np.ndarray | None]) -> PixelCounts:
+        """From (256,) pixels by value for each image, None where there is no mask."""
+        rows = [np.empty((0, 3), dtype=np.uint32)]
+        for index, found in enumerate(histograms):
+            if found is not None:
+                values = np.flatnonzero(found)
+                rows.append(np.stack([np.full_like(values, index), values, found[values]], axis=1).astype(np.uint32))
+        return cls(tuple(names), np.concatenate(rows))
+
+    def histogram(self, index: int) -> np.ndarray:
+        """(256,) int64, the pixels of an image by value."""
+        first, last = np.searchsorted(self.rows[:, 0], [index, index + 1])
+        found = np.zeros(VALUES, dtype=np.int64)
+        found[self.rows[first:last, 1]] = self.rows[first:last, 2]
+        return found
+
+    def of(self, value: int) -> np.ndarray:
+        """(images,) int64, the pixels of a value in each image."""
+        rows = self.rows[self.rows[:, 1] == value]
+        found = np.zeros(len(self.names), dtype=np.int64)
+        found[rows[:, 0]] = rows[:, 2]
+        return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether every mask could be read."""
+        return bool(self.sizes.all())
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """(images,) int64, all pixels of each mask; 0 where it could not be read."""
+        found = np.zeros(len(self.names), dtype=np.int64)
+        np.add.at(found, self.rows[:, 0], self.rows[:, 2].astype(np.int64))
+        return found
+
+    @property
+    def totals(self) -> np.ndarray:
+        """(256,) int64, the pixels of each value in all images."""
+        found = np.zeros(VALUES, dtype=np.int64)
+        np.add.at(found, self.rows[:, 1], self.rows[:, 2].astype(np.int64))
+        return found
+
+    @property
+    def images(self) -> np.ndarray:
+        """(256,) int64, the images that show each value."""
+        return np.bincount(self.rows[:, 1], minlength=VALUES).astype(np.int64)
+
+    @property
+    def presence(self) -> Presence:
+        classes: list[list[int]] = [[] for _ in self.names]
+        for index, value, _ in self.rows.tolist():
+            if value not in (BACKGROUND, IGNORE):
+                classes[index].append(value)
+        return Presence(self.names, tuple(tuple(ids) for ids in classes))
+
+    def renamed(self, table: np.ndarray) -> PixelCounts:
+        """The same with values v as table[v]; values that become one are added up."""
+        return PixelCounts.of_histograms(
+            self.names,
+            (
+                np.bincount(table, weights=self.histogram(index), minlength=VALUES) if size else None
+                for index, size in enumerate(self.sizes)
+            ),
+        )
+
+
+def histogram(mask: np.ndarray) -> np.ndarray:
+    """(256,) int64, the pixels of each value."""
+    return np.bincount(mask.ravel(), minlength=VALUES)
+
+
+def joined(pixels: Sequence[PixelCounts]) -> PixelCounts:
+    """The images of several splits as one."""
+    rows = [np.empty((0, 3), dtype=np.uint32)]
+    names: list[str] = []
+    for one in pixels:
+        rows.append(one.rows + np.array([len(names), 0, 0], dtype=np.uint32))
+        names += one.names
+    return PixelCounts(tuple(names), np.concatenate(rows))
+
+
+def pixel_counts(
+    source: Source, splits: Sequence[Split], workers: int | None = None, progress: Progress | None = None
+) -> tuple[dict[Split, PixelCounts], list[FileError]]:
+    """The pixels of each value in the masks of the splits, and the faults of masks that cannot be read.
+
+    From the cache, else from every mask, read in `workers` threads and then cached, unless there were faults. The
+    class-presence index is a by-product and cached with them, so that masks are not read twice.
+    """
+    if isinstance(source, Extended):
+        inner, faults = pixel_counts(source.inner, splits, workers, progress)
+        return as_seen_by(source, inner), faults
+    pixels = {split: one for split in splits if (one := _cached(source, split)) is not None}
+    unread = [split for split in splits if split not in pixels]
+    pairs = [(split, index) for split in unread for index in range(len(source.names(split)))]
+    results = in_threads(lambda i: _histogram(source, *pairs[i]), len(pairs), workers, progress)
+    faults = []
+
+    def histograms(images: int) -> Iterator[np.ndarray | None]:
+        for result in islice(results, images):
+            if isinstance(result, FileError):
+                faults.append(result)
+            yield None if isinstance(result, FileError) else result
+
+    for split in unread:
+        names = source.names(split)
+        pixels[split] = PixelCounts.of_histograms(names, histograms(len(names)))
+        if pixels[split].complete:
+            store(source, split, pixels[split])
+    return {split: pixels[split] for split in splits}, faults
+
+
+def as_seen_by(source: Source, pixels: Mapping[Split, PixelCounts]) -> dict[Split, PixelCounts]:
+    """The counts of the dataset that `source` wraps, in the ids of `source`; unchanged where it wraps none."""
+    if not isinstance(source, Extended):
+        return dict(pixels)
+    seen = {split: one.renamed(source.table) for split, one in as_seen_by(source.inner, pixels).items()}
+    for split, one in seen.items():
+        if one.complete:
+            _store_presence(source, split, one)
+    return seen
+
+
+def store(source: Source, split: Split, pixels: PixelCounts) -> None:
+    """Cache the counts of a whole split and the class-presence index; without a cache they are counted again."""
+    with suppress(OSError):
+        write_array(_cache_file(source, split), pixels.rows)
+    _store_presence(source, split, pixels)
+
+
+def _store_presence(source: Source, split: Split, pixels: PixelCounts) -> None:
+    file = cached_presence(source, split)
+    with suppress(OSError):
+        if source.known_presence(split) is None and not file.exists():
+            write_presence(file, pixels.presence)
+
+
+def _histogram(source: Source, split: Split, index: int) -> np.ndarray | FileError:
+    try:
+        return histogram(source.mask(split, index))
+    except UserError as error:
+        return as_file_error(error, f"{source.info.name} {split} '{source.names(split)[index]}'")
+
+
+def _cache_file(source: Source, split: Split) -> Path:
+    return cache_path("pixels") / f"{source.info.name}-{split}-{source.fingerprint(split)[:32]}.npy"
+
+
+def _cached(source: Source, split: Split) -> PixelCounts | None:
+    """What `store` wrote; None where it is missing or damaged."""
+    names = tuple(source.names(split))
+    try:
+        rows = np.load(_cache_file(source, split), allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    if not isinstance(rows, np.ndarray) or rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype != np.uint32:
+        return None
+    images = rows[:, 0].astype(np.int64)
+    every_image_in_order = np.array_equal(np.unique(images), np.arange(len(names))) and (np.diff(images) >= 0).all()
+    return PixelCounts(names, rows) if every_image_in_order and (rows[:, 1] < VALUES).all() else None

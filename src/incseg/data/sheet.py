@@ -15,10 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from incseg.data.extended import Extended
-from incseg.data.pixels import PixelCounts
-from incseg.data.presence import Presence
+from incseg.data.presence import PixelCounts, Presence
 from incseg.data.source import Source, Split
-from incseg.files import replacing
+from incseg.io import replacing
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 _SIDE, _NARROWEST, _THINNEST = 320, 212, 24

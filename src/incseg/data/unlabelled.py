@@ -15,7 +15,7 @@ from PIL import Image
 
 from incseg.data.files import PairFiles, PathLike, as_rgb, read_image
 from incseg.data.folder import IMAGE_SUFFIXES
-from incseg.names import import_named
+from incseg.io import import_named
 from incseg.types import UserError
 
 Picture = Callable[[], Image.Image]

@@ -16,7 +16,7 @@ from incseg.engine.forgetting import MARGIN, near_new_objects, zero_counts
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.methods.base import HeldOutScore, Method
-from incseg.metrics.forgetting import ALLOWED, agreement, best, mean_new_iou
+from incseg.metrics import ALLOWED, agreement, best, mean_new_iou
 from incseg.models.segmenter import Segmenter
 
 SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0, -1.5, -2.0, -3.0)

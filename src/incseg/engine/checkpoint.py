@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from incseg.engine.progress import log
 from incseg.engine.rundir import STATE_FILE
 from incseg.engine.runtime import Runtime
-from incseg.files import read_tensors, write_tensors
+from incseg.io import read_tensors, write_tensors
 from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter

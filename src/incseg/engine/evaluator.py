@@ -15,10 +15,17 @@ from incseg.engine.progress import show_progress
 from incseg.engine.runtime import Runtime
 from incseg.losses.pixelwise import row_strips
 from incseg.methods.base import Method
-from incseg.metrics.calibration import FINE_BINS, expected_calibration_error, reliability_counts
-from incseg.metrics.confusion import confusion_counts, iou
-from incseg.metrics.continual import summary
-from incseg.metrics.uncertainty import BINS, grouped_score_counts, ranking
+from incseg.metrics import (
+    BINS,
+    FINE_BINS,
+    confusion_counts,
+    expected_calibration_error,
+    grouped_score_counts,
+    iou,
+    ranking,
+    reliability_counts,
+    summary,
+)
 from incseg.models.segmenter import Segmenter
 from incseg.outputs.softmax import normalised_entropy
 from incseg.protocol import Protocol, Step

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from incseg.data.features import FeatureStore, Layout, StoreUnwritable, require_space
+from incseg.data.loaders import StepView, batches, in_order
 from incseg.data.source import Source, Split
 from incseg.data.transforms import shown_at
-from incseg.data.views import StepView, batches, in_order
 from incseg.engine.progress import Advance, log, show_progress
 from incseg.engine.runtime import Runtime
-from incseg.files import tensors_digest
+from incseg.io import tensors_digest
 from incseg.models.segmenter import Segmenter
 
 _VERSION = 1  # of what the features are; raise it when the same key would give other numbers

@@ -17,11 +17,11 @@ from incseg.engine.evaluator import EvalConfig
 from incseg.engine.progress import with_progress
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
-from incseg.files import read_json, write_json
+from incseg.io import read_json, write_json
 from incseg.losses.pixelwise import row_strips_of_all
 from incseg.methods import build_method
 from incseg.methods.base import Method
-from incseg.metrics.confusion import confusion_counts, iou
+from incseg.metrics import confusion_counts, iou
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.protocol import Step

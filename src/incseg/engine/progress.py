@@ -23,7 +23,7 @@ from rich.text import Text
 
 from incseg.data.loaders import Loaded
 from incseg.engine.runtime import is_main_process
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 
 log = logging.getLogger("incseg")
 log.setLevel(logging.INFO)

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import yaml
 
 from incseg.engine.rundir import RunDir, read_config
-from incseg.files import FolderLock, read_json, write_json, write_text
+from incseg.io import FolderLock, read_json, write_json, write_text
 
 BEAT_SECONDS = 15.0
 STALE_SECONDS = 180.0  # network disks may show a file's time a minute late

@@ -32,7 +32,7 @@ import torch
 import yaml
 
 import incseg
-from incseg.files import FolderLock, read_record, read_yaml, write_json, write_text
+from incseg.io import FolderLock, read_record, read_yaml, write_json, write_text
 from incseg.types import UserError
 
 STATE_FILE = "state.safetensors"

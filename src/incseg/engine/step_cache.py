@@ -13,7 +13,7 @@ from typing import Any
 
 from incseg.engine.checkpoint import Progress, SavedStep, load_step
 from incseg.engine.rundir import STATE_FILE, RunDir
-from incseg.files import read_json, replacing, write_json
+from incseg.io import read_json, replacing, write_json
 from incseg.protocol import Step
 from incseg.types import UserError
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 
 
 class TensorBoard:

@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from incseg.data.loaders import Loaders
-from incseg.data.views import EpochOrder
+from incseg.data.loaders import EpochOrder, Loaders
 from incseg.engine.calibration import score_on_held_out
 from incseg.engine.checkpoint import Progress, SavedStep, load_checkpoint, load_step, save_checkpoint
 from incseg.engine.evaluator import Evaluator
@@ -26,13 +25,12 @@ from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
 from incseg.engine.step_cache import StepCache
 from incseg.engine.tensorboard import TensorBoard
-from incseg.files import write_array, write_record, write_tensors
+from incseg.io import write_array, write_record, write_tensors
 from incseg.losses.means import normalised
 from incseg.methods.base import HeldOutScore, Method, StepContext, StepImages
-from incseg.metrics.continual import FIGURES, plop_average
+from incseg.metrics import FIGURES, plop_average
 from incseg.models.files import save_segmenter
-from incseg.models.fusion import fuse, fusion_share
-from incseg.models.segmenter import Frozen, Segmenter
+from incseg.models.segmenter import Frozen, Segmenter, fuse, fusion_share
 from incseg.protocol import Protocol, Step
 from incseg.settings import setting
 from incseg.types import Batch, Increment, Inputs, Output, UserError

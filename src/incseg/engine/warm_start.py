@@ -15,7 +15,7 @@ from incseg.data.source import Source, voc_palette
 from incseg.engine.checkpoint import SavedStep
 from incseg.engine.progress import log
 from incseg.engine.rundir import STATE_FILE, model_file
-from incseg.files import read_tensors
+from incseg.io import read_tensors
 from incseg.methods import METHODS
 from incseg.methods.base import CROSS_ENTROPY, Method
 from incseg.models.files import load_segmenter

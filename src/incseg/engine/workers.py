@@ -22,7 +22,7 @@ import torch
 from incseg.engine.progress import figures_line
 from incseg.engine.queue import BEAT_SECONDS, Held, Queue, State, in_use_by
 from incseg.engine.runtime import available_cores
-from incseg.files import read_record
+from incseg.io import read_record
 from incseg.types import UserError
 
 _POLL_SECONDS = 0.2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from incseg.io import find_class
 from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
 from incseg.methods.dkd import DKD
@@ -21,7 +22,6 @@ from incseg.methods.recall import Recall
 from incseg.methods.rw import RW
 from incseg.methods.sdr import SDR
 from incseg.methods.ssul import SSUL
-from incseg.names import find_class
 from incseg.types import UserError
 
 METHODS: dict[str, type[Method]] = {

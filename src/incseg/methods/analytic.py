@@ -35,7 +35,7 @@ from incseg.losses.least_squares import Sums, cell_targets, fill_background, lab
 from incseg.losses.means import Term
 from incseg.methods.base import HeldOutScore, Method, StepContext, StepImages
 from incseg.methods.evidential import Evidential
-from incseg.metrics.forgetting import ALLOWED, best
+from incseg.metrics import ALLOWED, best
 from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.segmenter import Segmenter, resized
 from incseg.outputs.evidential import Rectifier, odds_evidence_probabilities, odds_log_probabilities

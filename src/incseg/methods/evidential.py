@@ -41,7 +41,7 @@ from incseg.losses.means import ImageMean, PixelMean, PixelTerm, Term
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods.base import Method, StepContext
 from incseg.methods.replay import open_replay
-from incseg.models.relative import evidential_from_softmax
+from incseg.models.pretrained import evidential_from_softmax
 from incseg.models.segmenter import Segmenter
 from incseg.outputs.evidential import Balancing, Rectifier, dirichlet, evidential_labels, evidential_prediction
 from incseg.protocol import Step

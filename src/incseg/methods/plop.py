@@ -35,7 +35,7 @@ from incseg.losses.means import ImageMean, PixelMean, PixelTerm, Term
 from incseg.losses.pixelwise import pixelwise, row_strips
 from incseg.losses.softmax import cross_entropy_per_image
 from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
-from incseg.metrics.uncertainty import BINS, grouped_score_counts, median_scores
+from incseg.metrics import BINS, grouped_score_counts, median_scores
 from incseg.models.classifiers import initialise_from_background
 from incseg.models.segmenter import Segmenter
 from incseg.outputs.softmax import softmax_prediction

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.names import find_class
+from incseg.io import find_class
 
 if TYPE_CHECKING:
     from incseg.models.segmenter import Segmenter

@@ -12,10 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from incseg.files import load_tensors, write_tensors
+from incseg.io import load_tensors, require_named_by_user, write_tensors
 from incseg.models.closed_form import ClosedForm
 from incseg.models.segmenter import ModelConfig, Segmenter
-from incseg.names import require_named_by_user
 from incseg.types import MAX_CLASSES, Increment, UserError
 
 FORMAT = "incseg-model"

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.names import require_known
+from incseg.io import require_known
 from incseg.types import Increment, Prediction, UserError
 
 Rectifier = Literal["exp_sigmoid", "exp", "relu", "softplus"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from incseg.names import require_known
+from incseg.io import require_known
 from incseg.types import DatasetInfo
 
 _ALLOWED = {

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from incseg.names import require_known
+from incseg.io import require_known
 from incseg.protocol import images
 from incseg.protocol.rules import RULES, LabelRules
 from incseg.protocol.tasks import JOINT, Groups, all_ids, parse_task

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from incseg.names import unknown
+from incseg.io import unknown
 from incseg.types import DatasetInfo, UserError
 
 Groups = tuple[tuple[int, ...], ...]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from incseg.metrics.forgetting import MOST_LOST, agreement
+from incseg.metrics import MOST_LOST, agreement
 
 NOTHING_LOST = 0.5
 """Up to so many points count as nothing."""

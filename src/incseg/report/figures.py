@@ -17,7 +17,7 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from incseg.metrics.uncertainty import ranking
+from incseg.metrics import ranking
 from incseg.report.sections import Ladder, MethodRuns, Section
 from incseg.report.style import FAINT, INK, PAPER, WIDTH, axes_at, line_style, new_figure, styled, text_on
 

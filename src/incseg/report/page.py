@@ -18,8 +18,8 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from incseg.engine.rundir import RunDir
-from incseg.files import read_json
-from incseg.metrics.continual import FIGURES
+from incseg.io import read_json
+from incseg.metrics import FIGURES
 from incseg.report import figures
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.report.runs import BROKEN, RunRecord

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 
 Column = tuple[str, str]
 """Task and setting; no setting on ADE20k, where a row has one."""

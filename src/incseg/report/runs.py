@@ -23,8 +23,8 @@ from typing import Any
 
 from incseg.config import settings_affecting
 from incseg.engine.rundir import SUMMARY_SUFFIXES, RunDir, flatten, is_summary, read_config
-from incseg.files import read_json, read_record, with_checksum, without_checksum, write_text
-from incseg.metrics.continual import FIGURES
+from incseg.io import read_json, read_record, with_checksum, without_checksum, write_text
+from incseg.metrics import FIGURES
 from incseg.report.class_statistics import ClassStatistics, class_statistics
 from incseg.types import UserError
 

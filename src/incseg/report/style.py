@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from incseg.files import replacing, write_text
+from incseg.io import replacing, write_text
 from incseg.report.draw import palette_image
 
 # Each of these stands for a role. In the page they become its own colours, so they must not be used for anything else.

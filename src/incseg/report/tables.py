@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 from incseg.report.published import PUBLISHED, SOURCES, UNRANKED, Column, Published, family_of, family_rank
 from incseg.report.runs import ALL_FIGURES, RunRecord, options_text
 

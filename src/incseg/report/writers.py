@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from incseg.metrics.continual import FIGURES
+from incseg.metrics import FIGURES
 from incseg.report.runs import RunRecord, options_text
 from incseg.report.tables import Line, Spread, Table, as_json
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from incseg.io import find_class
 from incseg.models.backbones.base import Backbone
 from incseg.models.backbones.efficientnet_lite import EfficientNetLite0
 from incseg.models.backbones.resnet import ResNet
@@ -12,7 +13,6 @@ from incseg.models.backbones.timm_backbone import PREFIX as TIMM_PREFIX
 from incseg.models.backbones.timm_backbone import TimmBackbone
 from incseg.models.backbones.tiny import TinyNet
 from incseg.models.norms import NormKind
-from incseg.names import find_class
 
 __all__ = ["BACKBONES", "Backbone", "build_backbone"]
 

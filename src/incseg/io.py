@@ -1,30 +1,40 @@
-"""Writing so that nothing is ever half there: a file is complete under its name, or it is the old one."""
+"""Atomic files, checksums, folder locks, and names that users type ("did you mean", import of `package.module:name`).
+
+A file is written whole or not at all: a reader sees the old content or the new one.
+
+A model file or a config.yaml never makes us import code by itself. A `package.module:name` in a file is imported only
+if the user named it too: on the command line, in Python or in INCSEG_TRUST.
+
+numpy and torch are imported where they are needed, so the command line starts without them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
+import importlib
 import json
 import os
 import re
 import socket
 import stat
+import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import platformdirs
-import torch
 import yaml
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from incseg.types import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
 
 _CHECKSUM = "checksum"
 """Kept inside our files, so that a bit that turns on the disk is found out; files without one are read all the same."""
@@ -252,11 +262,16 @@ def _require_plain(value: Any, path: Path, name: str = "") -> None:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
+    import numpy as np
+
     with replacing(path) as temporary, temporary.open("wb") as stream:
         np.save(stream, array, allow_pickle=False)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     with replacing(path) as temporary:
         # views of one storage cannot be stored twice, and safetensors wants them dense
         dense = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
@@ -267,6 +282,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError
+
     try:
         return load_tensors(path)
     except (SafetensorError, OSError) as error:
@@ -278,6 +295,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata; a SafetensorError where the file is not what was written."""
+    from safetensors import SafetensorError, safe_open
+
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = dict(file.metadata() or {})
@@ -287,6 +306,8 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    import torch
+
     checksum = zlib.crc32(json.dumps(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors.items()):
         checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
@@ -301,3 +322,74 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+# A longer list hides the nearest match that stands before it.
+_MOST_NAMES_IN_AN_ERROR = 24
+
+
+def require_known(kind: str, name: object, allowed: Iterable[str]) -> None:
+    """Raise a UserError with the nearest match unless `name` is one of `allowed`."""
+    if name not in (allowed := tuple(allowed)):
+        raise UserError(unknown(kind, name, allowed))
+
+
+def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
+    """The message for an unknown name: what came, the nearest match, what is allowed."""
+    allowed = tuple(allowed)
+    by_folded = {a.casefold(): a for a in allowed}
+    nearest = difflib.get_close_matches(str(name).casefold(), by_folded, n=1)
+    hint = f"did you mean '{by_folded[nearest[0]]}'? " if nearest else ""
+    listed = ", ".join(allowed[:_MOST_NAMES_IN_AN_ERROR])
+    left_out = len(allowed) - _MOST_NAMES_IN_AN_ERROR
+    more = f" and {left_out} more" if left_out > 0 else ""
+    return f"unknown {kind} '{name}'; {hint}Allowed: {listed}{more}"
+
+
+def import_named(kind: str, name: str, form: str) -> Any:
+    """What `package.module:name` leads to; `form` says how it should have been written."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{kind} '{name}' cannot be imported ({error}); write {form} and see that it is on PYTHONPATH"
+        ) from error
+
+
+def find_class(kind: str, name: str, known: Mapping[str, Any], base: type) -> Any:
+    """Return what `known` has under a name, or the subclass of `base` that `package.module:Class` leads to."""
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise UserError(unknown(kind, name, known) + ", or package.module:Class of your own")
+    found = import_named(kind, name, "package.module:Class")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(
+            f"{kind} '{name}' is not a subclass of {base.__module__}.{base.__name__}; derive it from that class"
+        )
+    return found
+
+
+TRUSTED = "INCSEG_TRUST"
+"""Environment variable: names that the user gave, separated by commas. Child processes inherit it."""
+
+
+def trust_named(tokens: Iterable[str]) -> None:
+    """Remember what a command line names as `package.module:name`."""
+    values = [token.rpartition("=")[2] for token in tokens]
+    named = [value for value in values if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value)]
+    if named:
+        os.environ[TRUSTED] = ",".join(sorted({*os.environ.get(TRUSTED, "").split(","), *named} - {""}))
+
+
+def require_named_by_user(file: object, settings: Mapping[str, object]) -> None:
+    """Refuse names of code that only a file gives, as {kind: name}; what is loaded already may be named."""
+    for kind, name in settings.items():
+        if not isinstance(name, str) or ":" not in name or name.startswith("timm:"):
+            continue
+        if name.partition(":")[0] not in sys.modules and name not in os.environ.get(TRUSTED, "").split(","):
+            raise UserError(
+                f"{file} names the {kind} '{name}', which is not part of incseg and would be imported; "
+                f"if you trust it, set {TRUSTED}={name}"
+            )

@@ -1,0 +1,176 @@
+"""Metrics: confusion and IoU, summaries of a run, forgetting, ranking by uncertainty, calibration.
+
+Every metric is a pure function of integer counts that add up, so batches and processes do not change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from incseg.types import IGNORE
+
+
+def confusion_counts(predicted: Tensor, target: Tensor, num_labels: int) -> Tensor:
+    """(num_labels, num_labels) int64 counts: row = target, column = predicted. Target 255 is left out.
+
+    Both maps hold labels below num_labels, but for ignored targets.
+    """
+    # Ignored pixels land in rows past the last label and are cut off: cheaper than selecting the others.
+    # int32 halves the memory traffic of the sum, and holds every 255 * 254 + 253.
+    pair = target.to(torch.int32, copy=True).mul_(num_labels).add_(predicted.to(torch.int32)).flatten()
+    counts = torch.bincount(pair, minlength=(IGNORE + 1) * num_labels)
+    return counts[: num_labels * num_labels].view(num_labels, num_labels)
+
+
+def iou(confusion: Tensor) -> Tensor:
+    """IoU per label, TP / (target + predicted − TP); NaN where a label is neither shown nor predicted."""
+    confusion = confusion.double()
+    hits = confusion.diagonal()
+    return hits / (confusion.sum(0) + confusion.sum(1) - hits)
+
+
+def pixel_accuracy(confusion: Tensor) -> float:
+    """Share of the counted pixels that are right."""
+    return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
+
+
+FIGURES = ("base", "new", "all", "inc")
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Mean of the defined values: a label neither shown nor predicted is NaN and left out, a missed one is 0."""
+    defined = [v for v in values if not math.isnan(v)]
+    return sum(defined) / len(defined) if defined else None
+
+
+def summary(iou: Sequence[float], groups: Sequence[Sequence[int]], has_background: bool) -> dict[str, float | None]:
+    """Base / New / All / Inc of one model.
+
+    iou:    per learnt label, background first (as fractions).
+    groups: the labels of each increment learnt so far; the first is the base.
+    Background counts in Base, All and the first increment of Inc; on datasets without one (ADE20k)
+    label 0 is left out everywhere. New is None before anything was added.
+    """
+    increments = [[iou[label] for label in group] for group in groups]
+    if has_background:
+        increments[0] = [iou[0], *increments[0]]
+    later = [value for increment in increments[1:] for value in increment]
+    per_increment = [m for m in map(mean, increments) if m is not None]
+    figures = {
+        "base": mean(increments[0]),
+        "new": mean(later),
+        "all": mean(increments[0] + later),
+        "inc": mean(per_increment),
+    }
+    return {name: None if value is None else 100 * value for name, value in figures.items()}
+
+
+def plop_average(alls: Sequence[float | None]) -> float | None:
+    """PLOP's "avg": the mean of All over the models after each step."""
+    return mean([a for a in alls if a is not None])
+
+
+MOST_LOST = 1.0
+"""Points of agreement that the old classes may lose outside the new objects."""
+_RESERVE = 0.25
+"""Points that calibration does not use up: the whole images, counted later, must keep within MOST_LOST, too."""
+ALLOWED = MOST_LOST - _RESERVE
+
+
+def agreement(counts: dict[str, Any]) -> float | None:
+    """Percent of the pixels of old classes, outside new objects, that are labelled as before; None without any."""
+    return 100 * counts["kept"] / counts["pixels"] if counts["pixels"] else None
+
+
+def mean_new_iou(found: dict[str, Any]) -> float:
+    """Over the new classes that the images show; 0 without any."""
+    known = [of_class["iou"] for of_class in found["new"].values() if of_class["iou"] is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def best(figures: Sequence[tuple[float, float]], most_lost: float = MOST_LOST) -> int:
+    """Which of several (mean IoU of new classes, percent of old pixels that stayed) to take, the first of equals.
+
+    The best new classes among those that lose at most `most_lost` points of the old; where none does, the one that
+    loses least.
+    """
+    allowed = [index for index, (_, kept) in enumerate(figures) if 100 - kept <= most_lost]
+    if allowed:
+        return max(allowed, key=lambda index: figures[index][0])
+    return max(range(len(figures)), key=lambda index: figures[index][1])
+
+
+_SMALLEST = 6e-8  # float32 cannot tell a probability above one minus this from one
+_LIMIT = 16.6  # its log-odds
+BINS = 2000
+
+
+def score_counts(scores: Tensor) -> Tensor:
+    """(BINS,) int64 histogram of scores in [0, 1]; a higher bin is a higher score."""
+    return torch.bincount(_bins(scores), minlength=BINS)
+
+
+def grouped_score_counts(scores: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """(num_groups, BINS) int64: the `score_counts` of each group; `groups` (same shape) says which a score is in."""
+    flat = groups.flatten().int() * BINS + _bins(scores)
+    return torch.bincount(flat, minlength=num_groups * BINS).view(num_groups, BINS)
+
+
+def median_scores(counts: Tensor) -> Tensor:
+    """(groups, BINS) → (groups,) median of each, to the middle of its bin; 0 where a group has no score."""
+    reached = counts.cumsum(1)
+    total = reached[:, -1]
+    below = (reached * 2 < total.unsqueeze(1)).sum(1)
+    odds = (below + 0.5) * (2 * _LIMIT / BINS) - _LIMIT
+    return torch.where(total > 0, odds.sigmoid(), 0)
+
+
+def _bins(scores: Tensor) -> Tensor:
+    odds = torch.logit(scores.detach().flatten().float(), eps=_SMALLEST)
+    return odds.add_(_LIMIT).mul_(BINS / (2 * _LIMIT)).clamp_(0, BINS - 1).int()
+
+
+def ranking(positive: Tensor, negative: Tensor) -> dict[str, float] | None:
+    """AUROC, average precision and FPR at 95 % recall of "a positive scores higher", from two histograms.
+
+    Ties inside a bin count half, as in the trapezoidal AUROC. None where either side has no pixel.
+    """
+    if positive.sum() == 0 or negative.sum() == 0:
+        return None
+    hits = positive.flip(0).cumsum(0).double()
+    alarms = negative.flip(0).cumsum(0).double()
+    recall, fall_out = hits / hits[-1], alarms / alarms[-1]
+    previous_recall = torch.cat([recall.new_zeros(1), recall[:-1]])
+    step = torch.diff(fall_out, prepend=fall_out.new_zeros(1))
+    precision = hits / (hits + alarms).clamp(min=1)
+    return {
+        "auroc": float(((recall + previous_recall) / 2 * step).sum()),
+        "average_precision": float((precision * (recall - previous_recall)).sum()),
+        "fpr95": float(fall_out[(recall >= 0.95).nonzero()[0, 0]]),
+    }
+
+
+_CALIBRATION_BINS = 15
+_FINER = 100
+FINE_BINS = _CALIBRATION_BINS * _FINER
+
+
+def reliability_counts(probabilities: Tensor, came_true: Tensor, counted: Tensor) -> Tensor:
+    """(2, FINE_BINS) int64: how many of the counted pixels fall into each bin without coming true, and with."""
+    place = (probabilities[counted].float() * FINE_BINS).long().clamp_(0, FINE_BINS - 1)
+    return torch.bincount(came_true[counted].long() * FINE_BINS + place, minlength=2 * FINE_BINS).view(2, FINE_BINS)
+
+
+def expected_calibration_error(counts: Tensor) -> float | None:
+    """Σ_bins share · |mean probability − share that came true|, in percent; None where nothing was counted."""
+    total = counts.sum(0).double()
+    if total.sum() == 0:
+        return None
+    centres = (torch.arange(FINE_BINS, dtype=torch.float64) + 0.5) / FINE_BINS
+    claimed, came_true = (side.view(_CALIBRATION_BINS, _FINER).sum(1) for side in (total * centres, counts[1].double()))
+    return float(100 * (claimed - came_true).abs().sum() / total.sum())
