@@ -70,7 +70,7 @@ def test_a_turned_bit_in_a_figure_is_found_out(tmp_path: Path) -> None:
     write_record(file, record)
     assert read_record(file) == record
     turn_bit(file, file.read_bytes().index(b"61"))
-    with pytest.raises(UserError, match=r"row\.json is damaged \(its checksum does not fit\); delete it"):
+    with pytest.raises(UserError, match=r"row\.json is damaged \(its checksum is wrong\); delete it"):
         read_record(file)
 
 
@@ -186,7 +186,7 @@ def test_a_model_is_not_tested_by_another_task(copied: Path, task: str) -> None:
         ("increments", lambda i: i[0].update(ids=[1] * 8), "do not fit together"),
         ("increments", lambda i: i[0].update(classes=[1] * 8), "classes have names"),
         ("extra", lambda e: e.update(palette=[[999, 0, 0]] * 11), "colours are not from 0 to 255"),
-        ("extra", lambda e: e.update(palette="red"), "palette is no list of colours"),
+        ("extra", lambda e: e.update(palette="red"), "palette is not a list of colours"),
         ("extra", lambda e: e.update(test_size="big"), "test size is 'big'"),
         ("extra", lambda e: e.update(method={"name": ["x"]}), "method has no name"),
         ("config", lambda c: c.update(width=-8), "model file .*width is -8"),

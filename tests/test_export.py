@@ -216,8 +216,8 @@ def test_mistakes_cost_one_line(
         (["export", str(onnx_file), "--out", str(tmp_path / "x.onnx")], "is an ONNX file already"),
         (["predict", str(onnx_file), *images, "--backend", "torch"], "leave --backend out"),
         (["predict", str(onnx_file), *images, "--device", "cuda"], "runs on the CPU here"),
-        (["predict", str(tmp_path / "foreign.onnx"), *images], "none of incseg's"),
-        (["predict", str(tmp_path / "broken.onnx"), *images], "is damaged or no ONNX file"),
+        (["predict", str(tmp_path / "foreign.onnx"), *images], "was not exported by incseg"),
+        (["predict", str(tmp_path / "broken.onnx"), *images], "is damaged or not an ONNX file"),
     ):
         assert main(arguments) == 2
         said = capsys.readouterr().err

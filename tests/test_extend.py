@@ -389,7 +389,7 @@ def test_ids_of_old_classes_stay_and_similar_names_are_told() -> None:
     assert source.info.classes[6] == "hard hat"
     assert source.info.classes[9:] == ("vest", "glove", "dog")
     assert source.mask("train", 0).tolist() == [[0, 7, 10, 12, 11, 255]]
-    assert any("'glove' is called nearly like the known 'Glove'" in note for note in source.notes)
+    assert any("'glove' is nearly the same as the known 'Glove'" in note for note in source.notes)
     assert "'Hard-Hat' in the masks is tested as the known class 'hard hat'" in source.notes
     assert source.palette[[0, 7, 2, 9]].tolist() == colours.tolist()
     assert len({tuple(source.palette[i]) for i in (0, 7, 2, 9, 10, 11, 12)}) == 7

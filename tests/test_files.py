@@ -37,7 +37,7 @@ def link_to_pipe(path: Path) -> None:
     path.symlink_to("pipe")
 
 
-TAKES_THE_PLACE = "which a file would take the place of; give the name of a file"
+TAKES_THE_PLACE = "which would be replaced; give the name of a regular file"
 OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, f"'out' is a pipe, {TAKES_THE_PLACE}"),
     "a socket": (make_socket, f"'out' is a socket, {TAKES_THE_PLACE}"),
@@ -66,7 +66,7 @@ def test_nothing_is_written_among_the_devices(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "printed").write_text("so far")
     (tmp_path / "dev/stdout").symlink_to(tmp_path / "printed")
     for name in ("stdout", "nul"):
-        with pytest.raises(NoFileName, match=f"{name}' is a device, which a file would take the place of"):
+        with pytest.raises(NoFileName, match=f"{name}' is a device, which would be replaced"):
             write_text(tmp_path / "dev" / name, "text")
     assert (tmp_path / "dev/stdout").is_symlink()
     assert (tmp_path / "printed").read_text() == "so far"
@@ -78,7 +78,7 @@ def test_a_file_in_the_way_of_a_folder_is_named(capsys: pytest.CaptureFixture[st
     Path("file").touch()
     assert main(["compare", "runs", "--out", "file/new/table.md"]) == 2
     assert capsys.readouterr().err == (
-        "error: 'file/new/table.md' cannot be written: file is no folder; choose another place\n"
+        "error: 'file/new/table.md' cannot be written: file is not a folder; choose another place\n"
     )
     assert no_folder(Path("file/new")) == Path("file")
     assert no_folder(Path("not/there/yet")) is None

@@ -282,7 +282,9 @@ def test_wrong_files_get_one_line(checkpoint: Path, tmp_path: Path) -> None:
     said = refusal({**state, **wrong})
     assert "has misshapen classifier.1.weight [3, 3, 1, 1] instead of [16, 16, 3, 3]" in said
     assert "has NaN in backbone.bn1.bias" in said
-    assert "5 outputs, background and 4 classes, but 2 names came (disc, ring)" in refusal(state, ("disc", "ring"))
+    assert "5 outputs, background and 4 classes, but 2 names were given (disc, ring)" in refusal(
+        state, ("disc", "ring")
+    )
 
 
 def test_a_pickle_with_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

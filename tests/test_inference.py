@@ -440,7 +440,7 @@ def test_wrong_model_paths(tmp_path):
     with pytest.raises(UserError, match="no finished step yet"):
         load(run_folder(tmp_path / "young", finished=0))
     (tmp_path / "text.safetensors").write_text("hello")
-    with pytest.raises(UserError, match="no safetensors file"):
+    with pytest.raises(UserError, match="not a safetensors file"):
         load(tmp_path / "text.safetensors")
     with pytest.raises(UserError, match="device 'gpu' is unknown"):
         load(save_model(tmp_path / "good.safetensors"), device="gpu")

@@ -130,12 +130,12 @@ def test_absent_files_and_folders_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
 def test_truncated_files_are_refused(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
-    assert "truncated, damaged or no safetensors file" in refusal(path)
+    assert "truncated, damaged or not a safetensors file" in refusal(path)
 
 
 def test_other_files_are_refused(path: Path) -> None:
     path.write_text("a text that is long enough to be anything")
-    assert "no safetensors file" in refusal(path)
+    assert "not a safetensors file" in refusal(path)
 
 
 @pytest.mark.parametrize("new_format", [True, False])
@@ -164,7 +164,7 @@ def test_files_of_a_newer_version_ask_for_an_update(path: Path) -> None:
     line = refusal(rewrite(path, format_version="4"))
     assert "made by a newer incseg" in line
     assert "format 4" in line
-    assert "no number" in refusal(rewrite(path, format_version="new"))
+    assert "is not a number" in refusal(rewrite(path, format_version="new"))
 
 
 @pytest.mark.parametrize(

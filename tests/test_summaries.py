@@ -306,7 +306,7 @@ def test_a_broken_summary_is_reported_and_left_out(name: str, runs: Path, capsys
     assert note == "note: 1 run below ablations/ left out; --everything shows all"
     assert warning.startswith(f"warning: {file} line 3 is left out: ")
     assert warning.endswith("; restore it (git checkout), or make it again from the run folder with make results")
-    assert ("its checksum does not fit" in warning) == (name == "a bit that turned")
+    assert ("its checksum is wrong" in warning) == (name == "a bit that turned")
     assert "| `evidential` | 1 |" in shown.out
 
 

@@ -177,7 +177,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no protocol": (lambda f: (f / "protocol.json").unlink(), "protocol.json is missing"),
     "protocol without steps": (lambda f: (f / "protocol.json").write_text("{}"), "protocol.json lacks 'steps'"),
     "no environment": (lambda f: (f / "environment.json").unlink(), "environment.json is missing"),
-    "results are a list": (lambda f: (f / "results.json").write_text("[]"), "it holds no record"),
+    "results are a list": (lambda f: (f / "results.json").write_text("[]"), "it does not hold a record"),
     "a step is lacking": (cut_rows, "rows of 1 steps, and protocol.json has 2"),
     "rows in another order": (swap_rows, "the row of step 0 is that of step 1"),
     "a class is lacking": (forget_a_class, "the row of step 1 has no IoU of cow"),

@@ -222,10 +222,10 @@ def test_normalise_is_the_written_formula() -> None:
 
 def test_impossible_sizes_and_scales_are_refused() -> None:
     for build in (lambda: TrainTransform(0), lambda: TestTransform(-1)):
-        with pytest.raises(UserError, match="is no size"):
+        with pytest.raises(UserError, match="is not a size"):
             build()
     for scale in ((0.0, 1.0), (0.9, 0.5), (1.5, 2.0), (float("nan"), 1.0)):
-        with pytest.raises(UserError, match="no range of area shares"):
+        with pytest.raises(UserError, match="not a range of area shares"):
             TrainTransform(8, scale=scale)
 
 

@@ -37,52 +37,51 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHECKSUM = "checksum"
-"""Kept inside our files, so that a bit that turns on the disk is found out; files without one are read all the same."""
+"""Key of the checksum in our files. Files without one are read without a check."""
 
 
 def cache_root() -> Path:
-    """Where caches lie: in the environment's INCSEG_CACHE, else in the user's cache folder."""
+    """Return the folder of all caches: INCSEG_CACHE if set, else the user's cache folder."""
     chosen = os.environ.get("INCSEG_CACHE")
     return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("incseg", appauthor=False)
 
 
 def cache_path(kind: str) -> Path:
-    """Where a kind of cache lies."""
+    """Return the folder of one kind of cache."""
     return cache_root() / kind
 
 
-_MADE_AGAIN = "delete it, and the run's own command makes it again"
+_MADE_AGAIN = "delete it and start the run again, which writes it anew"
 _DEVICES = Path("/dev")
 _OTHER_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class NoFileName(UserError, OSError):
-    """A path that no file can be written to. An OSError too: who can do without a file that the disk will not take can
-    do without this one."""
+    """A path that no file can be written to. Also an OSError, so that optional files are skipped as on a full disk."""
 
 
 def no_folder(path: Path) -> Path | None:
-    """What keeps `path` from being a folder or becoming one: itself or a parent that is something else."""
+    """Return what prevents `path` from being a folder: itself or a parent that is not a folder, else None."""
     existing = next((place for place in (path, *path.parents) if place.exists()), None)
     return None if existing is None or existing.is_dir() else existing
 
 
 def require_file_name(path: Path) -> None:
-    """Refuse what is there already and no regular file: a new file would take the place of a folder or a device.
+    """Refuse an existing path that is not a regular file: a new file would replace a folder or a device.
 
-    /dev as a whole, because its links (/dev/stdout) can lead to a regular file and would be replaced like one.
+    All of /dev is refused: its links (/dev/stdout) can lead to a regular file and would be replaced.
     """
     if obstacle := no_folder(path.parent):
-        raise NoFileName(f"'{path}' cannot be written: {obstacle} is no folder; choose another place")
+        raise NoFileName(f"'{path}' cannot be written: {obstacle} is not a folder; choose another place")
     if path.is_dir():
         raise NoFileName(f"'{path}' is a folder; give the name of a file, in it or elsewhere")
     if path.parent.resolve() == _DEVICES or (path.exists() and not path.is_file()):
         kind = _OTHER_KINDS.get(stat.S_IFMT(path.stat().st_mode) if path.exists() else 0, "a device")
-        raise NoFileName(f"'{path}' is {kind}, which a file would take the place of; give the name of a file")
+        raise NoFileName(f"'{path}' is {kind}, which would be replaced; give the name of a regular file")
 
 
 class FolderLock:
-    """Keep a folder for one process: `.lock` in it is locked, `.lock-holder` names the process.
+    """Reserve a folder for one process: `.lock` is the lock file, `.lock-holder` names the process.
 
     The system frees the lock when the process ends, even by kill -9. Loader processes can outlive a killed parent;
     they do not hold the lock, because filelock closes their copy of the handle when they are forked. The name has a
@@ -95,7 +94,7 @@ class FolderLock:
         self._locked: os.stat_result | None = None
 
     def acquire(self) -> bool:
-        """Return whether the folder is ours now, without waiting."""
+        """Try to take the lock without waiting, and return whether it worked."""
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
@@ -132,9 +131,9 @@ class FolderLock:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends well, and vanishes otherwise.
+    """Yield a temporary path that replaces `path` if the block succeeds and is deleted otherwise.
 
-    A link to a file is replaced too, and the file that it led to stays as it was: it may be another run's.
+    A symbolic link is replaced too. Its target stays unchanged: it may belong to another run.
     """
     require_file_name(path)
     prefix, temporary = f".{path.name}.", None
@@ -150,7 +149,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except OSError as error:
         if error.filename is not None and os.path.basename(os.fsdecode(error.filename)).startswith(prefix):
-            error.filename = str(path)  # a name that nobody gave means nothing to anybody
+            error.filename = str(path)  # the user does not know the temporary name
         raise
     finally:
         if temporary is not None:
@@ -167,7 +166,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_compact_json(path: Path, value: Any) -> None:
-    """Write JSON that people may look at: a list or an object that fits on a line of 120 characters stands on one."""
+    """Write readable JSON: a list or object that fits into 120 characters is one line."""
     write_text(path, _compact_json(value, 0) + "\n")
 
 
@@ -184,13 +183,11 @@ def _compact_json(value: Any, depth: int, name: str = "") -> str:
 
 
 def read_json(path: Path, remedy: str = _MADE_AGAIN) -> Any:
-    """`remedy` is what to do where the file is damaged."""
+    """Read JSON; `remedy` tells the user what to do if the file is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path} is missing; the run did not get that far, start it again with its own command"
-        ) from error
+        raise UserError(f"{path} is missing; the run did not get that far; start it again") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); {remedy}") from error
 
@@ -206,16 +203,16 @@ def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_record(path: Path, remedy: str = _MADE_AGAIN) -> dict[str, Any]:
-    """What `write_record` wrote."""
+    """Return what `write_record` wrote."""
     return without_checksum(read_json(path, remedy), str(path), remedy)
 
 
 def without_checksum(record: Any, where: str, remedy: str) -> dict[str, Any]:
     """Return what `with_checksum` was given; a UserError where it is damaged."""
     if not isinstance(record, dict):
-        raise UserError(f"{where} is damaged (it holds no record); {remedy}")
+        raise UserError(f"{where} is damaged (it does not hold a record); {remedy}")
     if record.pop(_CHECKSUM, None) not in (None, _json_checksum(record)):
-        raise UserError(f"{where} is damaged (its checksum does not fit); {remedy}")
+        raise UserError(f"{where} is damaged (its checksum is wrong); {remedy}")
     return record
 
 
@@ -224,17 +221,17 @@ def _json_checksum(record: dict[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """A file of settings as plain values; a YAMLError where it is none."""
+    """Read settings as plain values; raise a YAMLError if the file is not valid YAML."""
     try:
         value = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
-    except (ValueError, RecursionError) as error:  # bytes that are no text, numbers and nesting that know no measure
+    except (ValueError, RecursionError) as error:  # not text, or numbers and nesting beyond all limits
         raise yaml.YAMLError(str(error)) from error
     _require_plain(value, path)
     return value
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them can stand for more than any memory holds, or for themselves."""
+    """YAML without aliases: a few lines of them can expand beyond all memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -243,7 +240,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def _require_plain(value: Any, path: Path, name: str = "") -> None:
-    """Refuse what no setting can be: dates, sets, bytes, names that are numbers, and text that is no name of a file."""
+    """Refuse values that no setting has: dates, sets, bytes, keys that are not text, unprintable text, huge numbers."""
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise UserError(f"{path}: unknown setting '{odd[0]}'; names are text, so put it in quotes if it is one")
@@ -277,7 +274,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         dense = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         try:
             save_file(dense, temporary, {**metadata, _CHECKSUM: _tensors_checksum(dense, metadata)})
-        except SafetensorError as error:  # its way to say that the disk is full
+        except SafetensorError as error:  # raised when the disk is full
             raise OSError(f"cannot write {path} ({error})") from error
 
 
@@ -288,20 +285,20 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return load_tensors(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}); delete it, and row.json if there is one beside it, and the run's own "
-            "command makes both again"
+            f"{path} cannot be read ({error}); delete it and row.json beside it, then start "
+            "the run again, which writes both anew"
         ) from error
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata; a SafetensorError where the file is not what was written."""
+    """Return tensors and metadata; raise a SafetensorError if the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = dict(file.metadata() or {})
     if metadata.pop(_CHECKSUM, None) not in (None, _tensors_checksum(tensors, metadata)):
-        raise SafetensorError("its checksum does not fit")
+        raise SafetensorError("its checksum is wrong")
     return tensors, metadata
 
 
@@ -316,7 +313,7 @@ def _tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Changes whenever a name or a bit of the tensors does."""
+    """Return a digest of the names and values of tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -324,7 +321,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# A longer list hides the nearest match that stands before it.
+# A longer list would hide the nearest match.
 _MOST_NAMES_IN_AN_ERROR = 24
 
 
@@ -335,7 +332,7 @@ def require_known(kind: str, name: object, allowed: Iterable[str]) -> None:
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
-    """The message for an unknown name: what came, the nearest match, what is allowed."""
+    """Return the message for an unknown name: what came, the nearest match, what is allowed."""
     allowed = tuple(allowed)
     by_folded = {a.casefold(): a for a in allowed}
     nearest = difflib.get_close_matches(str(name).casefold(), by_folded, n=1)
@@ -347,13 +344,13 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
 
 
 def import_named(kind: str, name: str, form: str) -> Any:
-    """What `package.module:name` leads to; `form` says how it should have been written."""
+    """Import and return `package.module:name`; `form` is the expected spelling, for the error."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{kind} '{name}' cannot be imported ({error}); write {form} and see that it is on PYTHONPATH"
+            f"{kind} '{name}' cannot be imported ({error}); write {form} and check that it is on PYTHONPATH"
         ) from error
 
 
@@ -384,7 +381,7 @@ def trust_named(tokens: Iterable[str]) -> None:
 
 
 def require_named_by_user(file: object, settings: Mapping[str, object]) -> None:
-    """Refuse names of code that only a file gives, as {kind: name}; what is loaded already may be named."""
+    """Refuse `package.module:name` in a file, as {kind: name}, unless the user named it or it is already imported."""
     for kind, name in settings.items():
         if not isinstance(name, str) or ":" not in name or name.startswith("timm:"):
             continue

@@ -16,7 +16,7 @@ from incseg.types import IGNORE
 
 
 def confusion_counts(predicted: Tensor, target: Tensor, num_labels: int) -> Tensor:
-    """(num_labels, num_labels) int64 counts: row = target, column = predicted. Target 255 is left out.
+    """Return (num_labels, num_labels) int64 counts: row = target, column = predicted. Target 255 is left out.
 
     Both maps hold labels below num_labels, but for ignored targets.
     """
@@ -28,14 +28,14 @@ def confusion_counts(predicted: Tensor, target: Tensor, num_labels: int) -> Tens
 
 
 def iou(confusion: Tensor) -> Tensor:
-    """IoU per label, TP / (target + predicted − TP); NaN where a label is neither shown nor predicted."""
+    """Return the IoU per label, TP / (target + predicted − TP); NaN where a label is neither shown nor predicted."""
     confusion = confusion.double()
     hits = confusion.diagonal()
     return hits / (confusion.sum(0) + confusion.sum(1) - hits)
 
 
 def pixel_accuracy(confusion: Tensor) -> float:
-    """Share of the counted pixels that are right."""
+    """Return the share of counted pixels that are correct."""
     return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
 
 
@@ -43,13 +43,13 @@ FIGURES = ("base", "new", "all", "inc")
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Mean of the defined values: a label neither shown nor predicted is NaN and left out, a missed one is 0."""
+    """Return the mean without NaN (labels neither shown nor predicted); None if nothing is left."""
     defined = [v for v in values if not math.isnan(v)]
     return sum(defined) / len(defined) if defined else None
 
 
 def summary(iou: Sequence[float], groups: Sequence[Sequence[int]], has_background: bool) -> dict[str, float | None]:
-    """Base / New / All / Inc of one model.
+    """Return Base / New / All / Inc of one model, in percent.
 
     iou:    per learnt label, background first (as fractions).
     groups: the labels of each increment learnt so far; the first is the base.
@@ -71,33 +71,33 @@ def summary(iou: Sequence[float], groups: Sequence[Sequence[int]], has_backgroun
 
 
 def plop_average(alls: Sequence[float | None]) -> float | None:
-    """PLOP's "avg": the mean of All over the models after each step."""
+    """Return PLOP's "avg": the mean of All over the models after each step."""
     return mean([a for a in alls if a is not None])
 
 
 MOST_LOST = 1.0
 """Points of agreement that the old classes may lose outside the new objects."""
 _RESERVE = 0.25
-"""Points that calibration does not use up: the whole images, counted later, must keep within MOST_LOST, too."""
+"""Points that calibration leaves: whole images are counted later and must stay within MOST_LOST, too."""
 ALLOWED = MOST_LOST - _RESERVE
 
 
 def agreement(counts: dict[str, Any]) -> float | None:
-    """Percent of the pixels of old classes, outside new objects, that are labelled as before; None without any."""
+    """Return the percentage of old-class pixels, outside new objects, whose label is unchanged; None without any."""
     return 100 * counts["kept"] / counts["pixels"] if counts["pixels"] else None
 
 
 def mean_new_iou(found: dict[str, Any]) -> float:
-    """Over the new classes that the images show; 0 without any."""
+    """Return the mean IoU of the new classes that the images show; 0 without any."""
     known = [of_class["iou"] for of_class in found["new"].values() if of_class["iou"] is not None]
     return sum(known) / len(known) if known else 0.0
 
 
 def best(figures: Sequence[tuple[float, float]], most_lost: float = MOST_LOST) -> int:
-    """Which of several (mean IoU of new classes, percent of old pixels that stayed) to take, the first of equals.
+    """Return the index of the best (mean IoU of new classes, percentage of unchanged old pixels), first of equals.
 
-    The best new classes among those that lose at most `most_lost` points of the old; where none does, the one that
-    loses least.
+    Take the best new classes among those that lose at most `most_lost` points of the old. If none does, take the one
+    that loses least.
     """
     allowed = [index for index, (_, kept) in enumerate(figures) if 100 - kept <= most_lost]
     if allowed:
@@ -111,18 +111,18 @@ BINS = 2000
 
 
 def score_counts(scores: Tensor) -> Tensor:
-    """(BINS,) int64 histogram of scores in [0, 1]; a higher bin is a higher score."""
+    """Return (BINS,) int64 histogram of scores in [0, 1]; a higher bin is a higher score."""
     return torch.bincount(_bins(scores), minlength=BINS)
 
 
 def grouped_score_counts(scores: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """(num_groups, BINS) int64: the `score_counts` of each group; `groups` (same shape) says which a score is in."""
+    """Return (num_groups, BINS) int64, the `score_counts` of each group; `groups` has the shape of `scores`."""
     flat = groups.flatten().int() * BINS + _bins(scores)
     return torch.bincount(flat, minlength=num_groups * BINS).view(num_groups, BINS)
 
 
 def median_scores(counts: Tensor) -> Tensor:
-    """(groups, BINS) → (groups,) median of each, to the middle of its bin; 0 where a group has no score."""
+    """Return the (groups,) medians of counts (groups, BINS), to the middle of its bin; 0 where a group has no score."""
     reached = counts.cumsum(1)
     total = reached[:, -1]
     below = (reached * 2 < total.unsqueeze(1)).sum(1)
@@ -136,7 +136,7 @@ def _bins(scores: Tensor) -> Tensor:
 
 
 def ranking(positive: Tensor, negative: Tensor) -> dict[str, float] | None:
-    """AUROC, average precision and FPR at 95 % recall of "a positive scores higher", from two histograms.
+    """Return AUROC, average precision and FPR at 95 % recall of "a positive scores higher", from two histograms.
 
     Ties inside a bin count half, as in the trapezoidal AUROC. None where either side has no pixel.
     """
@@ -161,13 +161,13 @@ FINE_BINS = _CALIBRATION_BINS * _FINER
 
 
 def reliability_counts(probabilities: Tensor, came_true: Tensor, counted: Tensor) -> Tensor:
-    """(2, FINE_BINS) int64: how many of the counted pixels fall into each bin without coming true, and with."""
+    """Return (2, FINE_BINS) int64: how many of the counted pixels fall into each bin without coming true, and with."""
     place = (probabilities[counted].float() * FINE_BINS).long().clamp_(0, FINE_BINS - 1)
     return torch.bincount(came_true[counted].long() * FINE_BINS + place, minlength=2 * FINE_BINS).view(2, FINE_BINS)
 
 
 def expected_calibration_error(counts: Tensor) -> float | None:
-    """Σ_bins share · |mean probability − share that came true|, in percent; None where nothing was counted."""
+    """Return Σ_bins share · |mean probability − share that came true|, in percent; None where nothing was counted."""
     total = counts.sum(0).double()
     if total.sum() == 0:
         return None

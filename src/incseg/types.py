@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class UserError(ValueError):
-    """Something the user can put right. Shown as one line: what came, what is allowed, what to do."""
+    """An error that the user can fix. Shown as one line: what came, what is allowed, what to do."""
 
 
 BACKGROUND = 0
@@ -26,14 +26,14 @@ MAX_CLASSES = UNSEEN - 1
 
 
 Later: TypeAlias = "Tensor | Callable[[], Tensor]"
-"""A tensor, or how to make it."""
+"""A tensor, or a function that returns it."""
 Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """What a model takes: (B, 3, H, W) normalised images, or the backbone's stages that its head reads."""
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a protocol needs to know of a dataset: its foreground classes, id 1 first.
+    """Name and foreground classes of a dataset, id 1 first.
 
     Where `has_background` is false (ADE20k), id 0 means "unlabelled" and is left out of every metric.
     """
@@ -45,7 +45,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Increment:
-    """What a model remembers of a step it learnt: saved in the model file, used by inference.
+    """A learnt step, as saved in the model file and used by inference.
 
     head:   the head of the network that its classifier reads; 0 is the first.
     solved: whether its scores were solved in closed form, not trained; its head is then that closed form.
@@ -93,7 +93,7 @@ class Batch:
         return self.labels.shape[-2], self.labels.shape[-1]
 
     def parts(self, number: int) -> list[Batch]:
-        """Micro-batches: the images dealt out in turn, so that images added at the end are spread over all of them."""
+        """Split into micro-batches: images go to them in turn, so images added at the end are spread over all."""
 
         def dealt(first: int) -> Inputs:
             if isinstance(self.inputs, tuple):
@@ -108,7 +108,7 @@ class Batch:
 
 @dataclass
 class Output:
-    """What the network gives, all of it at its own resolution.
+    """The output of the network, at the network's resolution.
 
     logits:    (B, C, h, w), one channel per output, in the order of learning.
     embedding: (B, D, h, w), what the classifiers read.
@@ -121,14 +121,13 @@ class Output:
 
 
 class Prediction:
-    """What a method says of each pixel, by its own rule of decision.
+    """The prediction of a method for each pixel, by its own decision rule.
 
     labels:        (B, H, W) uint8 learnt indices.
     probabilities: (B, C+1, H, W), background first; they sum to one.
     uncertainty:   (B, H, W) in [0, 1].
 
-    Labels alone are often wanted and take a fraction of the time, so the other two may be given as functions, which
-    are called when first asked for.
+    Often only labels are needed, which is much faster. So the other two may be functions, called on first access.
     """
 
     def __init__(self, labels: Tensor, probabilities: Later, uncertainty: Later) -> None:
@@ -145,7 +144,7 @@ class Prediction:
 
     @staticmethod
     def join_rows(strips: Sequence[Prediction]) -> Prediction:
-        """Put strips of rows under each other again."""
+        """Join strips of rows vertically."""
         import torch
 
         return Prediction(

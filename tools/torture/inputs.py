@@ -609,7 +609,7 @@ def _command_lines() -> dict[str, tuple[list[str], str]]:
         "report of nothing": (["report", "/nowhere"], "does not exist"),
         "report of an empty folder": (["report", "empty"], "no finished run|holds no run"),
         "an ONNX file of nothing": (["export", "/nowhere", "--out", "a.onnx"], "does not exist"),
-        "export of an image": (["export", "one.png", "--out", "a.onnx"], "no safetensors"),
+        "export of an image": (["export", "one.png", "--out", "a.onnx"], "not a safetensors"),
         "import of nothing": (["import", "/nowhere", "--classes", "cat", "--out", "out"], "no such file"),
         "import of an image": (["import", "one.png", "--classes", "cat", "--out", "out"], "one.png"),
         "extend of nothing": (["extend", "/nowhere", "--out", "out"], "does not exist"),

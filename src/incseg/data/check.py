@@ -1,6 +1,4 @@
-"""Faults of a dataset: what is wrong with a file, and many faults of one kind as one line.
-
-What the values of masks probably mean, and faults for masks that mean something else than this package assumes.
+"""Check a dataset: open every pair, list all faults, and find masks whose values follow another rule than ours.
 
 Masks are read by one rule: 0 is background, i is the i-th name of classes.txt, 255 is not annotated. Masks made by
 another rule can be read without any error, and then every name is wrong. Three signs give them away:
@@ -21,9 +19,7 @@ Masks that show only some of the classes, with 0 elsewhere, are sound: nothing i
 A first line "background" in classes.txt states that 0 is background. Then nothing is guessed.
 
 Nothing shown. Every pixel is background: there is nothing to learn.
-
-
-Walk a whole dataset, open every pair, and list everything that is wrong with it."""
+"""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ _MOST_VALUES = 8
 
 
 def grouped(faults: Sequence[FileError]) -> list[str]:
-    """One line per kind of fault, with the number of files and up to three of them; a single fault stays as it is."""
+    """Return one line per kind of fault, with the number of files and the first three; a single fault is unchanged."""
     kinds: dict[str, list[FileError]] = {}
     for number, fault in enumerate(faults):
         kinds.setdefault(fault.kind or f"{number}", []).append(fault)
@@ -85,7 +81,7 @@ def _some_files(faults: Sequence[FileError]) -> str:
 
 
 def _some_found(faults: Sequence[FileError]) -> str:
-    """The values or colours that the faults report: values in ascending order, colours most frequent first."""
+    """Return the values or colours that the faults report: values in ascending order, colours most frequent first."""
     files: dict[int | str, int] = {}
     for fault in faults:
         for one in fault.found:
@@ -110,17 +106,18 @@ _AREAS = {
 _FEWEST_IMAGES, _FEWEST_CLASSES = 4, 3
 """Below these, a class that is not shown proves nothing."""
 _MISSING_SHARE = 10
-"""One class in so many may be missing where all others count as shown."""
+"""One class in this many may be missing; the others then still count as shown."""
 _USUAL, _LARGEST, _LARGEST_BESIDE_AREAS = 0.75, 0.25, 0.9
 """A background is in at least this share of the photographs, and the largest area of this share of them. The last is
 for datasets whose first class is an area such as the road: it is often the largest, too."""
 _VOID_IMAGES, _VOID_LARGEST, _VOID_PIXELS = 0.95, 0.02, 0.1
-"""Void is in at least this share of the photographs, the largest area of at most this share, with so many pixels."""
+"""Void is in at least this share of the photographs, the largest area of at most this share,
+and at most this share of all pixels."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the masks of a dataset mean.
+    """Result of `check_meaning`: whether the mask values follow our rule.
 
     faults: one line each, with the remedy; a dataset with faults should not be trained on.
     notes:  one line each, for the user to judge.
@@ -143,7 +140,7 @@ def check_meaning(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> Meaning:
-    """Read all masks of the splits, or the cache of an earlier reading, and judge what they mean.
+    """Read all masks of the splits, or the cache of an earlier reading, and check what their values mean.
 
     A mask that cannot be read does not raise; it is among the faults, and many of a kind are one line.
     """
@@ -157,7 +154,7 @@ def check_meaning(
 
 
 def judge(source: Source, pixels: PixelCounts) -> tuple[list[str], list[str]]:
-    """(faults, notes) of what the masks of a source mean; only people's own folders can be numbered otherwise."""
+    """Return (faults, notes) of the mask values; only a folder of the user can be numbered by another rule."""
     if not isinstance(source, Folder):
         return [], []
     return meaning_of(pixels, source.info.classes, source.background_named, source.void)
@@ -166,7 +163,7 @@ def judge(source: Source, pixels: PixelCounts) -> tuple[list[str], list[str]]:
 def meaning_of(
     pixels: PixelCounts, classes: Sequence[str], background_named: bool = False, void: int = IGNORE
 ) -> tuple[list[str], list[str]]:
-    """(faults, notes) of masks with these pixels, see the top of this module.
+    """Return (faults, notes) of masks with these pixels, see the top of this module.
 
     background_named: classes.txt states that 0 is background.
     void:             what the mask files hold where `pixels` count 255.
@@ -233,7 +230,7 @@ def _numbering(pixels: PixelCounts, classes: Sequence[str], void: int) -> tuple[
 
 
 def _unlike_background(pixels: PixelCounts, first: str) -> str | None:
-    """Why 0 does not look like a background but like the first class; None where it looks like a background."""
+    """Return why 0 does not look like a background but like the first class; None where it looks like a background."""
     zero, largest, counted = _areas(pixels, BACKGROUND)
     usual, most = (zero > 0)[counted].mean(), ((zero > 0) & (zero >= largest))[counted].mean()
     is_area = folded(first) in _AREAS
@@ -255,7 +252,7 @@ def _last_looks_void(pixels: PixelCounts, number: int) -> bool:
 
 
 def _areas(pixels: PixelCounts, value: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each image: the pixels of a value, those of the most frequent other value, and whether any is annotated."""
+    """Return, per image, the pixels of a value, those of the most frequent other, and whether any is annotated."""
     rows = pixels.rows[(pixels.rows[:, 1] != value) & (pixels.rows[:, 1] != IGNORE)]
     largest = np.zeros(len(pixels.names), dtype=np.int64)
     np.maximum.at(largest, rows[:, 0], rows[:, 2].astype(np.int64))
@@ -352,7 +349,7 @@ def _counts(source: Source, pixels: PixelCounts) -> SplitCounts:
 
 
 def _check_pair(source: Source, split: Split, index: int) -> tuple[list[FileError], np.ndarray | None]:
-    """The faults of a pair, and the pixels of each value in its mask if that could be read."""
+    """Return the faults of a pair, and the pixels of each value in its mask if that could be read."""
     where = f"{source.info.name} {split} '{source.names(split)[index]}'"
     faults: list[FileError] = []
     image: Image.Image | None = None

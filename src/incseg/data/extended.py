@@ -1,4 +1,4 @@
-"""A dataset as a model sees it that knows classes already: the model's ids first, then those of the new classes."""
+"""A dataset in the ids of an existing model: the model's classes first, then the new ones."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Extended(Source):
         self.notes = [
             *inner.notes,
             *(
-                f"warning: the new class '{name}' is called nearly like the known '{names[similar[folded(name)]]}'; "
-                "the model will tell two classes"
+                f"warning: the new class '{name}' is nearly the same as the known '{names[similar[folded(name)]]}'; "
+                "the model will learn two separate classes"
                 for name in self.new
                 if folded(name) in similar
             ),
@@ -98,7 +98,7 @@ class Extended(Source):
 
 
 def folded(name: str) -> str:
-    """What two names have in common that differ only in case, blanks, - and _."""
+    """Return a name without case, blanks, - and _, for comparison."""
     return "".join(c for c in name.casefold() if not c.isspace() and c not in "-_")
 
 
@@ -123,7 +123,7 @@ def _new_classes(task: str, dataset: DatasetInfo, known: Collection[str]) -> tup
 
 
 def _palette(known_ids: Sequence[int], colours: np.ndarray, added: Sequence[int]) -> np.ndarray:
-    """(256, 3): the model's own colours, and for added ids those of VOC that it does not use."""
+    """Return (256, 3): the model's own colours, and for added ids those of VOC that it does not use."""
     palette = voc_palette()
     taken = {tuple(colour) for colour in colours.tolist()}
     free = [colour for colour in palette.tolist() if tuple(colour) not in taken]

@@ -1,11 +1,11 @@
-"""Feature maps on disk: what a frozen backbone says of every image of a split, computed once.
+"""Feature maps on disk: the output of a frozen backbone for every image of a split, computed once.
 
 A store is a folder of blocks. A block holds the maps of some images in half precision, both ways round, and their
 masks as dataset ids; it is written whole or not at all, carries a checksum, and is mapped into memory when read.
 The folder's name is a digest of everything the maps depend on, so that all runs, tasks, methods and seeds share it.
 
-Who writes holds the folder's lock, so that two runs do not make the same blocks side by side and `clear` keeps off.
-Who reads needs none: a mapped block stays readable until its reader ends, whatever becomes of its name.
+A writer holds the folder's lock: two runs do not make the same blocks, and `clear` does not delete them meanwhile. A
+reader needs no lock: a mapped block stays readable until the reader ends, even if its file is deleted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoreUnwritable(Exception):
 
 
 class _Damaged(UserError):
-    """A block is there but not what was written."""
+    """A block exists but does not hold what was written."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Layout:
         return self.views * self.values * 2 + math.prod(self.mask_shape)
 
     def split(self, row: np.ndarray) -> list[np.ndarray]:
-        """(…, values) → one array (…, channels, height, width) per stage."""
+        """Split (…, values) into one array (…, channels, height, width) per stage."""
         ends = np.cumsum([math.prod(stage) for stage in self.stages])[:-1]
         parts = np.split(row, ends, axis=-1)
         return [part.reshape(*row.shape[:-1], *stage) for part, stage in zip(parts, self.stages, strict=True)]
@@ -94,14 +94,14 @@ class FeatureStore:
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def blocks_of(self, images: Iterable[int]) -> list[int]:
-        """The blocks that hold some images."""
+        """Return the blocks that hold some images."""
         return sorted({image // BLOCK for image in images})
 
     def images_of(self, block: int) -> range:
         return range(block * BLOCK, min((block + 1) * BLOCK, self.count))
 
     def missing(self, blocks: Sequence[int], progress: Progress | None = None) -> tuple[list[int], list[Path]]:
-        """The blocks still to be made, and the files of those among them that are damaged.
+        """Return the blocks still to be made, and the files of those among them that are damaged.
 
         All others are mapped and proven by their checksums. That takes about a second per gigabyte and also brings
         them into the system's file cache, from which training reads them.
@@ -111,15 +111,15 @@ class FeatureStore:
         return to_make, [self._path(b) for b, f in zip(blocks, faults, strict=True) if isinstance(f, _Damaged)]
 
     def mark_used(self) -> None:
-        with contextlib.suppress(OSError):  # a store that others own is used all the same
+        with contextlib.suppress(OSError):  # a store of another user is read-only for us
             os.utime(self.folder / _ABOUT)
 
     @contextlib.contextmanager
     def building(self, busy: Callable[[], None]) -> Iterator[None]:
-        """The folder, ready for blocks and ours alone; calls `busy` if that means to wait for another run."""
+        """Lock the folder for writing blocks; call `busy` before waiting for another run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with _locked(self.folder, busy):
-            for left in self.folder.glob(".*.tmp"):  # what a killed process was writing
+            for left in self.folder.glob(".*.tmp"):  # left by a killed process
                 left.unlink(missing_ok=True)
             about = {**self.key, "stages": self.layout.stages, "size": self.layout.size, "flips": self.layout.flips}
             write_json(self.folder / _ABOUT, {**about, "frame": self.layout.frame, "images": self.count})
@@ -134,11 +134,11 @@ class FeatureStore:
         self._open[block] = self._parts(block, np.memmap(self._path(block), dtype=np.uint8, mode="r"))
 
     def read(self, index: int, flipped: bool) -> tuple[np.ndarray, np.ndarray]:
-        """(values,) float16 and (height, width) uint8 of an image, views of the mapped file."""
+        """Return (values,) float16 and (height, width) uint8 of an image, views of the mapped file."""
         block, row = divmod(index, BLOCK)
         if fault := self._try_open(block):
             raise UserError(
-                f"cache block {self._path(block)} cannot be used ({fault}); start the run again, and it is made again"
+                f"cache block {self._path(block)} cannot be used ({fault}); start the run again to rebuild it"
             ) from fault
         maps, masks = self._open[block]
         if not flipped:
@@ -146,7 +146,7 @@ class FeatureStore:
         return maps[row, 1], masks[row, :, ::-1]
 
     def _try_open(self, block: int) -> OSError | _Damaged | None:
-        """Map and check a block where that was not done before; returns what is wrong with it."""
+        """Map and check a block once. Return what is wrong with it, or None."""
         if block in self._open:
             return None
         try:
@@ -173,7 +173,7 @@ class FeatureStore:
 
 
 def require_space(stores: Sequence[FeatureStore], images: Sequence[int]) -> None:
-    """Say before the work begins whether the disk will hold so many more images of each store."""
+    """Refuse before the work begins if the disk cannot hold that many more images of each store."""
     if not stores:
         return
     root = stores[0].folder.parent
@@ -212,7 +212,7 @@ class StoredCache:
 
 
 def stored_caches(root: Path) -> Iterator[StoredCache]:
-    """The feature caches under a folder, complete or not."""
+    """Return the feature caches under a folder, complete or not."""
     for path in sorted(root.glob(f"*/{_ABOUT}")):
         about = None
         with contextlib.suppress(OSError, ValueError):
@@ -221,10 +221,10 @@ def stored_caches(root: Path) -> Iterator[StoredCache]:
 
 
 def clear(caches: Sequence[StoredCache]) -> int:
-    """Delete caches, all or none; returns the bytes set free. Only files that a cache consists of are deleted."""
+    """Delete caches, all or none, and return the number of bytes freed. Only files of the caches are deleted."""
     for cache in caches:
         if cache.folder.is_symlink():
-            raise UserError(f"{cache.folder} is a link to another place, which is left alone; remove it by hand")
+            raise UserError(f"{cache.folder} is a symbolic link and is not followed; remove it by hand")
     with contextlib.ExitStack() as held:
         for cache in caches:
             held.enter_context(_locked(cache.folder, partial(_refuse, cache)))
@@ -234,18 +234,18 @@ def clear(caches: Sequence[StoredCache]) -> int:
                 # Windows does not delete the lock that we hold
                 with contextlib.suppress(*([PermissionError] if file.name == _LOCK else [])):
                     file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # something else lies in it
+            with contextlib.suppress(OSError):  # it holds other files
                 cache.folder.rmdir()
     return freed
 
 
 def _refuse(cache: StoredCache) -> None:
-    raise UserError(f"a run is making {cache.folder.name} at this moment; stop it or wait for it, then clear")
+    raise UserError(f"a run is building {cache.folder.name} right now; stop it or wait, then clear again")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Hold the folder's lock, which ends with its process; calls `busy` before it waits for another's."""
+    """Hold the folder's lock, which ends with the process; call `busy` before waiting for another process."""
     lock = FileLock(folder / _LOCK, thread_local=False)
     try:
         lock.acquire(blocking=False)

@@ -1,4 +1,4 @@
-"""What the file-based sources share: reading images, masks and lists, and naming the file that is wrong."""
+"""Files of datasets: read images, masks and lists, and name the file that is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COLOUR_SAMPLE = 256
 
 
 class FileError(UserError):
-    """A file that the user can put right: which, what is wrong with it, and the remedy.
+    """A faulty file of the user: its path, what is wrong, and the remedy.
 
     kind:  where many files can have the same fault, what these have in common.
     found: the values or colours that are wrong.
@@ -59,7 +59,7 @@ def as_file_error(error: UserError, where: str) -> FileError:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Any Pillow image as RGB, turned the way viewers show it. Transparency is dropped, 16 bits become 8.
+    """Convert any Pillow image to RGB, oriented as viewers show it. Transparency is dropped, 16 bits become 8.
 
     The EXIF orientation is applied, because annotation tools apply it: a mask fits the image as shown.
     """
@@ -74,24 +74,24 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def read_image(path: PathLike) -> Image.Image:
-    """The image as RGB, see `as_rgb`."""
+    """Return the image as RGB, see `as_rgb`."""
     with _opened(path) as image:
         return as_rgb(image)
 
 
 def image_size(path: PathLike) -> tuple[int, int]:
-    """(width, height) of what `read_image` gives, from the file's header alone."""
+    """Return (width, height) of what `read_image` gives, from the file's header alone."""
     with _opened(path) as image:
         return image.size[::-1] if _is_sideways(image) else image.size
 
 
 def _is_sideways(image: Image.Image) -> bool:
-    """Whether its EXIF orientation makes width and height change places."""
+    """Return whether its EXIF orientation makes width and height change places."""
     return image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
 
 
 def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int]]:
-    """`read_image` with the longer side reduced to at most `side`, and the size it had; see `Source.preview`."""
+    """Read an image with the longer side reduced to at most `side`, and the size it had; see `Source.preview`."""
     with _opened(path) as image:
         full = image.size
         image.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size, which takes less memory
@@ -102,7 +102,7 @@ def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int
 
 
 def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
-    """An image that came as bytes, as RGB; only Pillow's decoders `formats` are tried. `name` is whom errors blame.
+    """Decode bytes as an RGB image with Pillow's decoders `formats`; `name` stands for the file in errors.
 
     The size is read from the header and refused before anything is decoded.
     """
@@ -119,7 +119,7 @@ def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixel
 
 
 def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarray:
-    """The class numbers of an index mask, (H, W) uint8; the pixels that hold `void` become 255.
+    """Return the class numbers of an index mask, (H, W) uint8; the pixels that hold `void` become 255.
 
     Palette images give their indices, never their colours; a 1-bit image gives 0 and 1. The EXIF
     orientation is applied as to the image, so that both are read as a viewer shows them.
@@ -159,7 +159,7 @@ def _some(found: Sequence[int | str]) -> str:
 
 
 def _colours(image: Image.Image) -> tuple[str, ...]:
-    """The most frequent colours of an image as #rrggbb."""
+    """Return the most frequent colours of an image as #rrggbb."""
     factor = min(1.0, _COLOUR_SAMPLE / max(image.size))
     size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
     pixels = np.asarray(image.resize(size, Image.Resampling.NEAREST).convert("RGB")).astype(np.int64)
@@ -169,12 +169,12 @@ def _colours(image: Image.Image) -> tuple[str, ...]:
 
 
 def list_file(path: PathLike) -> list[str]:
-    """The lines of a text file, stripped, without blank ones; a line that comes twice is an error."""
+    """Return the lines of a text file, stripped, without blank ones; a line that comes twice is an error."""
     return without_duplicates([line.strip() for line in text_lines(path) if line.strip()], path)
 
 
 def text_lines(path: PathLike) -> list[str]:
-    """All lines of a UTF-8 file, as they are."""
+    """Return all lines of a UTF-8 file, as they are."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def text_lines(path: PathLike) -> list[str]:
 
 
 def without_duplicates(names: list[str], path: PathLike) -> list[str]:
-    """The names as they came, none of them twice; `path` is the file to blame."""
+    """Return the names as they came, none of them twice; `path` is named in the error."""
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
         raise FileError(path, f"'{twice}' comes twice", "keep one of the two lines")
@@ -203,15 +203,15 @@ class PairFiles:
     masks: tuple[Path, ...]
 
     def fingerprint(self) -> str:
-        """Over the bytes of every file, so that a copy of a dataset is the same dataset.
+        """Return a digest of the bytes of every file: a copy of a dataset has the same one.
 
-        They are read once: the result is kept under names, sizes and times of change, a stat each.
+        Files are read once: the digest is cached by the names, sizes and modification times of the files.
         """
         known = cache_path("contents") / self._stats()
         with suppress(OSError, UnicodeDecodeError):
-            kept = known.read_text(encoding="ascii")
-            if len(kept) == hashlib.sha256().digest_size * 2:
-                return kept
+            cached = known.read_text(encoding="ascii")
+            if len(cached) == hashlib.sha256().digest_size * 2:
+                return cached
         digest = hashlib.sha256()
         files = (*self.masks, *self.images)
         with ThreadPoolExecutor() as pool:
@@ -227,7 +227,7 @@ class PairFiles:
             try:
                 stat = os.stat(file)
                 line = f"{file.name}\t{stat.st_size}\t{stat.st_mtime_ns}\n"
-            except OSError:  # reading it will say more
+            except OSError:  # reading it gives a better error
                 line = f"{file.name}\tmissing\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
@@ -236,7 +236,7 @@ class PairFiles:
 def _content(file: Path) -> str:
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-    except OSError:  # reading it as an image will say more
+    except OSError:  # reading it as an image gives a better error
         return "missing"
 
 
@@ -248,7 +248,7 @@ class FileSource(Source):
 
     @abstractmethod
     def files(self, split: Split) -> PairFiles:
-        """The files of a split, found once."""
+        """Return the files of a split, found once."""
 
     def names(self, split: Split) -> Sequence[str]:
         return self.files(split).names
@@ -271,7 +271,7 @@ class FileSource(Source):
 
 
 def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[str]:
-    """A line where images are both trained and tested on, else nothing."""
+    """Return a line where images are both trained and tested on, else nothing."""
     both = sorted(set(train) & set(val))
     if not both:
         return []
@@ -282,7 +282,7 @@ def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[st
 def _opened(
     path: PathLike, stream: IO[bytes] | None = None, formats: tuple[str, ...] | None = None
 ) -> Iterator[Image.Image]:
-    """An image file, with everything that can go wrong in opening and decoding it as one FileError.
+    """Open an image file; every error of opening and decoding becomes a FileError.
 
     Where there is a stream it is read instead, and `path` only names it.
     """

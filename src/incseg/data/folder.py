@@ -1,6 +1,4 @@
-"""People's own data: a folder of images, a folder of index masks and a list of class names.
-
-Write any source as a folder that the `folder` dataset reads: images, index masks, class names, lists."""
+"""Own data: a folder of images, a folder of index masks and a list of class names; `export` writes any source so."""
 
 from __future__ import annotations
 
@@ -28,9 +26,9 @@ from incseg.types import IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
 UNREADABLE_SUFFIXES = (".heic", ".heif", ".avif", ".gif", ".jfif", ".jp2", ".dng", ".cr2", ".nef", ".arw")
-"""Photographs in formats that are not read: they are reported, not skipped in silence."""
+"""Image formats that are not read: such files are reported."""
 VAL_SHARE = 5
-"""Without lists, one image in so many is for testing."""
+"""Without lists, one image in this many is for testing."""
 
 
 class Folder(FileSource):
@@ -101,7 +99,7 @@ class Folder(FileSource):
 
 
 def read_classes(path: PathLike) -> tuple[str, ...]:
-    """The class names of a file, id 1 first; a first line "background" is id 0 and left out."""
+    """Return the class names of a file, id 1 first; a first line "background" is id 0 and left out."""
     names = [line.strip() for line in text_lines(path)]
     while names and not names[-1]:
         names.pop()
@@ -119,12 +117,12 @@ def read_classes(path: PathLike) -> tuple[str, ...]:
 
 
 def names_background(path: PathLike) -> bool:
-    """Whether the file states that 0 is background, by a first line "background"."""
+    """Return whether the file states that 0 is background, by a first line "background"."""
     return [line.strip().lower() for line in text_lines(path)[:1]] == ["background"]
 
 
 def unreadable_note(files: Iterable[Path]) -> str:
-    """A line where some of the files are photographs in a format that is not read, else nothing."""
+    """Return a line where some of the files are photographs in a format that is not read, else nothing."""
     left_out = sorted(file.name for file in files if file.suffix.lower() in UNREADABLE_SUFFIXES)
     if not left_out:
         return ""
@@ -133,7 +131,7 @@ def unreadable_note(files: Iterable[Path]) -> str:
 
 
 def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(train, val) in sorted order: a name is for val where its hash is divisible by `VAL_SHARE`."""
+    """Return (train, val) in sorted order: a name is for val where its hash is divisible by `VAL_SHARE`."""
     hashes = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in sorted(names)}
     val = {name for name, value in hashes.items() if value % VAL_SHARE == 0}
     by_hash = sorted(hashes, key=hashes.__getitem__)
@@ -155,7 +153,7 @@ def _checked_void(void: int, num_classes: int) -> int:
 
 
 def _by_stem(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """The files with one of the suffixes by name without it, sorted; names compare in Unicode's form C."""
+    """Return the files with one of the suffixes by name without it, sorted; names compare in Unicode's form C."""
     if not folder.is_dir():
         raise UserError(f"no folder '{folder}'; a dataset needs images/, masks/ and classes.txt")
     files: dict[str, Path] = {}
@@ -203,16 +201,16 @@ def export(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write the first `limit` pairs of each split to `out`; returns how many were written."""
+    """Write the first `limit` pairs of each split to `out`, and return the number written."""
     _require_elsewhere(source, out)
     chosen = [(split, i) for split in splits for i in range(len(source.names(split)))[:limit]]
     palette = source.palette.flatten().tolist()
     for done, (split, index) in enumerate(chosen, start=1):
         image, mask = source.pair(split, index)
         name = f"{source.names(split)[index]}.png"
-        painted = Image.fromarray(mask)
-        painted.putpalette(palette)
-        for folder, picture in (("images", image), ("masks", painted)):
+        index_mask = Image.fromarray(mask)
+        index_mask.putpalette(palette)
+        for folder, picture in (("images", image), ("masks", index_mask)):
             with replacing(out / folder / name) as temporary:
                 picture.save(temporary, format="PNG")
         if progress is not None:

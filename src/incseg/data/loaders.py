@@ -1,8 +1,7 @@
-"""A step seen through a source: which images, with which labels, in which order. Views, never copies.
+"""Dataset views and loaders: batches of a step for training and test, of pixels or of cached features.
 
-Loaders: batches of a step for training and test, made of pixels or of features computed once.
-
-Trainer and evaluator ask the loaders and do not know of which kind they are; the model takes either.
+A dataset view selects the images of a step and relabels their masks; nothing is copied. Trainer and evaluator do not
+know which kind of loader they use: the model takes either.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class StepView(Dataset[Sample | UserError]):
 
 
 def sample_generator(seed: Sequence[int], epoch: int, position: int) -> np.random.Generator:
-    """What augments one sample."""
+    """Return the random generator that augments one sample."""
     return np.random.default_rng([*seed, epoch, position])
 
 
@@ -107,7 +106,7 @@ class EpochOrder(Sampler[list[tuple[int, int]]]):
 
 
 def collate(samples: Sequence[Sample | UserError]) -> tuple[Tensor, Tensor, list[int]] | UserError:
-    """Stack samples; the first faulty one, if any, takes the place of the batch."""
+    """Stack samples; return the first error instead, if any."""
     good: list[Sample] = []
     for sample in samples:
         if isinstance(sample, UserError):
@@ -138,20 +137,20 @@ def batches(
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; a worker that obeyed would end the run before it is saved."""
+    """Ctrl-C reaches every process of a terminal; a worker that stopped would end the run before it is saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def in_order(positions: Sequence[int], batch_size: int) -> list[list[tuple[int, int]]]:
-    """Keys of one pass over `positions` as they stand."""
+    """Return the keys of one pass over `positions`, in order."""
     return [[(0, p) for p in positions[i : i + batch_size]] for i in range(0, len(positions), batch_size)]
 
 
 Keys = Iterable[list[tuple[int, int]]]
 """Batches of (epoch, position)."""
 Loaded = tuple[Inputs, Tensor, list[int]]
-"""What the model takes, labels, and the images' numbers in the source."""
+"""Inputs of the model, labels, and the indices of the images in the source."""
 Labels = TypeVar("Labels", np.ndarray, Tensor)
 
 
@@ -168,22 +167,22 @@ class Loaders(ABC):
 
     @abstractmethod
     def inputs(self, images: Sequence[Image.Image], encode: Callable[[Tensor], Inputs]) -> Inputs:
-        """Photographs from elsewhere as `plain` would give them; `encode` is what the head reads of pixels."""
+        """Return images from elsewhere in the form of `plain`; `encode` computes the features that the head reads."""
 
     @abstractmethod
     def training(self, step: Step, keys: Keys) -> Iterator[Loaded]:
-        """Augmented images of a step with their training labels, in the order of `keys`."""
+        """Yield augmented images of a step with their training labels, in the order of `keys`."""
 
     @abstractmethod
     def plain(self, step: Step, batch_size: int, positions: Sequence[int] | None = None) -> Iterator[Loaded]:
-        """One pass over the training images of a step as the test would show them, or over some of them."""
+        """Yield one pass over the training images of a step as the test would show them, or over some of them."""
 
     @abstractmethod
     def mask(self, image: int) -> np.ndarray:
-        """The mask of a training image, in dataset ids."""
+        """Return the mask of a training image, in dataset ids."""
 
     def label_counts(self, step: Step) -> Tensor:
-        """(256,) how many pixels of the step's training images carry each training label; reads masks only."""
+        """Return (256,) how many pixels of the step's training images carry each training label; reads masks only."""
         counts = np.zeros(256, dtype=np.int64)
         for image in self.train_images[step.index]:
             counts += np.bincount(step.train_table[self.mask(image)].ravel(), minlength=256)
@@ -191,7 +190,7 @@ class Loaders(ABC):
 
     @abstractmethod
     def testing(self, step: Step, positions: Sequence[int], batch_size: int) -> Iterator[Loaded]:
-        """Test images with the labels that `step` tests against."""
+        """Yield test images with the labels that `step` tests against."""
 
 
 @dataclass
@@ -233,7 +232,7 @@ class PixelLoaders(Loaders):
 
 @dataclass
 class FeatureLoaders(Loaders):
-    """What a frozen backbone said of the images, read from disk: the same batches, without the backbone's work."""
+    """Features of a frozen backbone, read from the cache: the same batches without running the backbone."""
 
     train_store: FeatureStore
     test_store: FeatureStore
@@ -282,12 +281,12 @@ def _stack(store: FeatureStore, images: list[int], flips: list[bool], table: np.
 
 
 def thinned(labels: Labels, stride: int) -> Labels:
-    """Every stride-th label in both directions, from the middle of its cell."""
+    """Return every stride-th label in both directions, from the middle of its cell."""
     return labels[..., stride // 2 :: stride, stride // 2 :: stride]
 
 
 def _ahead(load: Callable[[list[tuple[int, int]]], Loaded], keys: Keys) -> Iterator[Loaded]:
-    """load(batch) for each of `keys`, a few batches ahead of the reader, in a thread."""
+    """Yield load(batch) for each of `keys`; a thread loads a few batches ahead."""
     ready: queue.Queue[Loaded | BaseException | None] = queue.Queue(maxsize=3)
     stopped = threading.Event()
 

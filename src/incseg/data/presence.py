@@ -1,6 +1,4 @@
-"""The class-presence index: which classes are in which image, computed once and cached as text.
-
-How many pixels of each value the masks hold, image by image: counted once and cached."""
+"""The class-presence index (which classes are in which image) and pixel counts by value; computed once and cached."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class Presence:
 
 
 def classes_in(mask: np.ndarray) -> tuple[int, ...]:
-    """The foreground ids of a mask, ascending; background and void are left out."""
+    """Return the foreground ids of a mask, ascending; background and void are left out."""
     counts = np.bincount(mask.ravel(), minlength=IGNORE + 1)
     counts[[BACKGROUND, IGNORE]] = 0
     return tuple(np.flatnonzero(counts).tolist())
@@ -89,10 +87,10 @@ def presence_of(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Presence:
-    """The index of a split in the order of its names.
+    """Return the index of a split in the order of its names.
 
-    From `file` if given, else from what the source knows, else from the cache, else from every mask, read in
-    `workers` threads (as many as there are cores) and then cached.
+    Taken from `file` if given, else from the source, else from the cache. Otherwise all masks are read in `workers`
+    threads (default: one per core) and the index is cached.
     """
     names, num_classes = tuple(source.names(split)), len(source.info.classes)
     if file is not None:
@@ -101,7 +99,7 @@ def presence_of(
     if known is not None:
         return Presence(names, tuple(known))
     cached = cached_presence(source, split, cache_dir)
-    # A cache that cannot be read is computed again, one that cannot be written is done without.
+    # A cache that cannot be read is computed again; failing to write it is not an error.
     with suppress(UserError):
         presence = read_presence(cached, num_classes)
         if presence.names == names:
@@ -114,7 +112,7 @@ def presence_of(
 
 
 def cached_presence(source: Source, split: Split, cache_dir: PathLike | None = None) -> Path:
-    """The file that caches the index of a split."""
+    """Return the file that caches the index of a split."""
     folder = Path(cache_dir).expanduser() if cache_dir is not None else cache_path("presence")
     return folder / f"{source.info.name}-{split}-{source.fingerprint(split)[:32]}.txt"
 
@@ -122,7 +120,7 @@ def cached_presence(source: Source, split: Split, cache_dir: PathLike | None = N
 def in_threads(
     read: Callable[[int], _Result], total: int, workers: int | None, progress: Progress | None
 ) -> Iterator[_Result]:
-    """read(0), read(1), … in order. Threads, because Pillow decodes outside Python's lock."""
+    """Yield read(0), read(1), … in order. Threads suffice, because Pillow decodes outside Python's lock."""
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
     try:
         for done, result in enumerate(pool.map(read, range(total)), start=1):
@@ -165,7 +163,7 @@ class PixelCounts:
 
     @classmethod
     def of_histograms(cls, names: Sequence[str], histograms: Iterable[np.ndarray | None]) -> PixelCounts:
-        """From (256,) pixels by value for each image, None where there is no mask."""
+        """Build the counts from (256,) pixels by value for each image; None for an unreadable mask."""
         rows = [np.empty((0, 3), dtype=np.uint32)]
         for index, found in enumerate(histograms):
             if found is not None:
@@ -174,14 +172,14 @@ class PixelCounts:
         return cls(tuple(names), np.concatenate(rows))
 
     def histogram(self, index: int) -> np.ndarray:
-        """(256,) int64, the pixels of an image by value."""
+        """Return (256,) int64, the pixels of an image by value."""
         first, last = np.searchsorted(self.rows[:, 0], [index, index + 1])
         found = np.zeros(VALUES, dtype=np.int64)
         found[self.rows[first:last, 1]] = self.rows[first:last, 2]
         return found
 
     def of(self, value: int) -> np.ndarray:
-        """(images,) int64, the pixels of a value in each image."""
+        """Return (images,) int64, the pixels of a value in each image."""
         rows = self.rows[self.rows[:, 1] == value]
         found = np.zeros(len(self.names), dtype=np.int64)
         found[rows[:, 0]] = rows[:, 2]
@@ -220,7 +218,7 @@ class PixelCounts:
         return Presence(self.names, tuple(tuple(ids) for ids in classes))
 
     def renamed(self, table: np.ndarray) -> PixelCounts:
-        """The same with values v as table[v]; values that become one are added up."""
+        """Return the counts with each value v renamed to table[v]; counts of merged values are added."""
         return PixelCounts.of_histograms(
             self.names,
             (
@@ -231,12 +229,12 @@ class PixelCounts:
 
 
 def histogram(mask: np.ndarray) -> np.ndarray:
-    """(256,) int64, the pixels of each value."""
+    """Return (256,) int64, the pixels of each value."""
     return np.bincount(mask.ravel(), minlength=VALUES)
 
 
 def joined(pixels: Sequence[PixelCounts]) -> PixelCounts:
-    """The images of several splits as one."""
+    """Return the images of several splits as one."""
     rows = [np.empty((0, 3), dtype=np.uint32)]
     names: list[str] = []
     for one in pixels:
@@ -248,7 +246,7 @@ def joined(pixels: Sequence[PixelCounts]) -> PixelCounts:
 def pixel_counts(
     source: Source, splits: Sequence[Split], workers: int | None = None, progress: Progress | None = None
 ) -> tuple[dict[Split, PixelCounts], list[FileError]]:
-    """The pixels of each value in the masks of the splits, and the faults of masks that cannot be read.
+    """Return the pixels of each value in the masks of the splits, and the faults of masks that cannot be read.
 
     From the cache, else from every mask, read in `workers` threads and then cached, unless there were faults. The
     class-presence index is a by-product and cached with them, so that masks are not read twice.
@@ -277,7 +275,7 @@ def pixel_counts(
 
 
 def as_seen_by(source: Source, pixels: Mapping[Split, PixelCounts]) -> dict[Split, PixelCounts]:
-    """The counts of the dataset that `source` wraps, in the ids of `source`; unchanged where it wraps none."""
+    """Return the counts of the dataset that `source` wraps, in the ids of `source`; unchanged where it wraps none."""
     if not isinstance(source, Extended):
         return dict(pixels)
     seen = {split: one.renamed(source.table) for split, one in as_seen_by(source.inner, pixels).items()}
@@ -313,7 +311,7 @@ def _cache_file(source: Source, split: Split) -> Path:
 
 
 def _cached(source: Source, split: Split) -> PixelCounts | None:
-    """What `store` wrote; None where it is missing or damaged."""
+    """Return what `store` wrote; None where it is missing or damaged."""
     names = tuple(source.names(split))
     try:
         rows = np.load(_cache_file(source, split), allow_pickle=False)

@@ -25,7 +25,7 @@ Texture = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def _regular(corners: int, inner: float, outer: float = 1.0) -> Outline:
-    """A star with its tips at `outer` and its notches at `inner`; convex for inner = outer·cos(π/corners)."""
+    """Return a star with its tips at `outer` and its notches at `inner`; convex for inner = outer·cos(π/corners)."""
     half = math.pi / corners
     notch_u, notch_v = inner * math.cos(half), inner * math.sin(half)
     length = math.hypot(outer - notch_u, notch_v)
@@ -72,7 +72,7 @@ def _half_disc(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _wave(value: np.ndarray) -> np.ndarray:
-    """A soft-edged square wave of a value in [-1, 1]; hard edges would alias at a few pixels a period."""
+    """Return a soft-edged square wave of a value in [-1, 1]; hard edges would alias at a few pixels a period."""
     return np.clip(0.5 + 1.5 * value, 0, 1)
 
 
@@ -167,18 +167,18 @@ class _Dice:
         return self._generator.random(shape).astype(np.float32)
 
     def distinct(self, weights: Sequence[float], count: int) -> list[int]:
-        """Weighted choice without replacement: the first arrivals of exponential clocks."""
+        """Draw without replacement by weight: the first arrivals of exponential clocks."""
         clocks = -np.log1p(-self._generator.random(len(weights))) / np.asarray(weights)
         return [int(i) for i in np.argsort(clocks, kind="stable")[:count]]
 
     def colour(self, lightness: float) -> np.ndarray:
-        """RGB of any hue around a lightness."""
+        """Return an RGB colour of random hue around a lightness."""
         hue, chroma = self.uniform(0, 1), self.uniform(0.08, 0.28)
         thirds = np.arange(3) / 3
         return (lightness + chroma * np.cos(2 * np.pi * (hue + thirds))).astype(np.float32)
 
     def colours(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two colours that can be told apart, in either order."""
+        """Return two colours of clearly different lightness, in either order."""
         light, dark = self.colour(self.uniform(0.65, 0.85)), self.colour(self.uniform(0.12, 0.32))
         return (light, dark) if self.below(2) else (dark, light)
 
@@ -193,7 +193,7 @@ class _Place:
 
 
 class _Canvas:
-    """A scene being painted from back to front."""
+    """A scene, drawn from back to front."""
 
     def __init__(self, dice: _Dice, size: int) -> None:
         self._dice = dice
@@ -204,7 +204,7 @@ class _Canvas:
         self.mask = np.zeros((size, size), dtype=np.uint8)
 
     def _smooth_field(self, knots: int, channels: int) -> np.ndarray:
-        """(size, size, channels) in [0, 1]: random values on a knots × knots grid, interpolated."""
+        """Return (size, size, channels) in [0, 1]: random values on a knots × knots grid, interpolated."""
         position = np.linspace(0, knots - 1, self._size, dtype=np.float32)[:, None]
         distance = np.clip(np.abs(position - np.arange(knots, dtype=np.float32)), 0, 1)
         weights = 1 - distance**2 * (3 - 2 * distance)
@@ -216,7 +216,7 @@ class _Canvas:
         area += cover[..., None] * (colour - area)
 
     def _frame(self, place: _Place, reach: float) -> tuple[slice, slice, np.ndarray, np.ndarray]:
-        """The window `reach` pixels around a place, and its pixel coordinates turned by a random angle."""
+        """Return the window `reach` pixels around a place, and its pixel coordinates turned by a random angle."""
         rows = slice(max(0, int(place.y - reach)), max(0, min(self._size, int(place.y + reach) + 1)))
         columns = slice(max(0, int(place.x - reach)), max(0, min(self._size, int(place.x + reach) + 1)))
         y = (np.arange(rows.start, rows.stop) - place.y).astype(np.float32)[:, None]
@@ -279,7 +279,7 @@ class _Canvas:
             mask[inside] = label
 
     def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """Light from one side, add noise, and give image and mask as bytes."""
+        """Add light from one side and noise, and return image and mask as bytes."""
         _, _, u, _ = self._frame(self._centre, self._size)
         light = self._dice.uniform(0.75, 1.15) + u * (self._dice.uniform(0, 0.5) / self._size)
         image = self.image * light[..., None] + _NOISE * (self._dice.array(self._size, self._size, 3) - 0.5)
@@ -287,7 +287,7 @@ class _Canvas:
 
 
 def _grown(region: np.ndarray) -> np.ndarray:
-    """The region and its neighbours above, below, left and right."""
+    """Return the region and its neighbours above, below, left and right."""
     grown = region.copy()
     grown[1:] |= region[:-1]
     grown[:-1] |= region[1:]
@@ -297,7 +297,7 @@ def _grown(region: np.ndarray) -> np.ndarray:
 
 
 def _distract(canvas: _Canvas, dice: _Dice) -> None:
-    """Something that resembles an object and is none."""
+    """Draw a distractor: something that resembles an object but is not one."""
     kind = _KINDS[dice.below(len(_KINDS))]
     form = dice.below(4)
     if form == 0:
@@ -312,7 +312,7 @@ def _distract(canvas: _Canvas, dice: _Dice) -> None:
 
 
 def _draw(dice: _Dice, size: int, surely: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """A scene: image (size, size, 3) and mask (size, size), bytes; `surely` is a kind it must hold."""
+    """Return a scene: image (size, size, 3) and mask (size, size), bytes; `surely` is a kind it must hold."""
     canvas = _Canvas(dice, size)
     if dice.below(3) == 0:
         canvas.patch(_TEXTURES[dice.below(len(_TEXTURES))])
@@ -329,7 +329,7 @@ def _draw(dice: _Dice, size: int, surely: int | None) -> tuple[np.ndarray, np.nd
 
 
 class Shapes(Source):
-    """Scenes drawn when first asked for, and kept.
+    """Scenes drawn on first access, then cached in memory.
 
     A scene depends on (seed, split, index, image_size) alone: a larger split begins with the smaller one.
     The first scenes hold one class each for certain, so that ten scenes suffice to see all classes.
@@ -357,15 +357,15 @@ class Shapes(Source):
         return self._scene(split, index)[1].copy()
 
     def default_workers(self, processes: int) -> int:
-        """None: scenes are kept in memory, and every worker would draw them again."""
+        """No workers: scenes are cached in memory, and every worker would draw them again."""
         return 0
 
     def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
-        """The classes of each image, ascending."""
+        """Return the classes of each image, ascending."""
         return [self._classes(split, index) for index in range(len(self.names(split)))]
 
     def fingerprint(self, split: Split) -> str:
-        """Hashes what was drawn, not a version number: ten scenes show every class."""
+        """Return a hash of the first ten scenes, which show every class: it changes when the drawing code does."""
         count = len(self.names(split))
         digest = hashlib.sha256(f"shapes {self.seed} {split} {count} {self.image_size}".encode())
         for index in range(min(count, len(_KINDS))):

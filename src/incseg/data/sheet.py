@@ -42,7 +42,7 @@ _Shown = Presence | PixelCounts
 def contact_sheet(
     source: Source, shown: Mapping[Split, _Shown], most: int = 12, title: str | None = None
 ) -> Image.Image:
-    """Up to `most` photographs, chosen so that as many classes as possible are on the sheet.
+    """Draw up to `most` images, chosen so that as many classes as possible are on the sheet.
 
     shown: which classes each image shows, of the splits to choose from. Pixel counts are better than a presence index:
            photographs are then chosen that show their classes well.
@@ -65,7 +65,7 @@ def contact_sheet(
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
-    """Write a contact sheet as PNG, marked as ours, in place of an older one; a file of others is refused."""
+    """Write a contact sheet as PNG, marked as ours, replacing an older one; any other file is refused."""
     require_own_sheet(path)
     mark = PngInfo()
     mark.add_text(_KEY, _MARK)
@@ -74,7 +74,7 @@ def save_sheet(sheet: Image.Image, path: Path) -> None:
 
 
 def write_sheet(source: Source, pixels: Mapping[Split, PixelCounts], file: Path) -> list[str]:
-    """Write a contact sheet of one's own photographs unless it is there; returns the lines to print about it."""
+    """Write a contact sheet of own images unless it exists, and return the lines to print about it."""
     if not pixels or file.exists():
         return []
     try:
@@ -105,7 +105,7 @@ def require_own_sheet(path: Path) -> None:
 
 
 def _choice(shown: Mapping[Split, _Shown], most: int) -> Generator[tuple[Split, int], bool, None]:
-    """A generator of images that is sent whether the last could be shown.
+    """Return a generator of images that is sent whether the last could be shown.
 
     Greedy: a class counts the more the fewer images show it, and less with each time it is on the sheet already.
     """
@@ -136,7 +136,7 @@ def _choice(shown: Mapping[Split, _Shown], most: int) -> Generator[tuple[Split, 
 
 
 def _visibility(shown: _Shown) -> list[dict[int, float]]:
-    """Of each image, its classes and how well they are visible, up to 1."""
+    """Return, for each image, its classes and how visible they are, up to 1."""
     if isinstance(shown, Presence):
         return [dict.fromkeys(ids, 1.0) for ids in shown.classes]
     weights: list[dict[int, float]] = [{} for _ in shown.names]
@@ -159,7 +159,7 @@ class _Cell:
 
 
 def _cell(source: Source, split: Split, index: int) -> _Cell | None:
-    """The photograph with its mask; None where they cannot be read or differ in size."""
+    """Return the photograph with its mask; None where they cannot be read or differ in size."""
     try:
         image, (width, height) = source.preview(split, index, _SIDE)
         mask = source.mask(split, index)
@@ -184,7 +184,7 @@ def _drawn_size(width: int, height: int) -> tuple[int, int]:
 
 
 def _blended(picture: Image.Image, labels: np.ndarray, palette: np.ndarray) -> Image.Image:
-    """The classes in their colours and outlined, void striped, the background clear."""
+    """Return the classes in their colours and outlined, void striped, the background clear."""
     colours = palette[labels]
     void = labels == IGNORE
     colours[void] = _stripes(*labels.shape)[void]
@@ -203,7 +203,7 @@ def _stripes(height: int, width: int) -> np.ndarray:
 
 
 def _edges(labels: np.ndarray) -> np.ndarray:
-    """(H, W) bool, the pixels beside another label, without those of label 0."""
+    """Return (H, W) bool, the pixels beside another label, without those of label 0."""
     edge = np.zeros(labels.shape, dtype=bool)
     across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
     edge[:, 1:] |= across
@@ -304,7 +304,7 @@ def _draw_entries(draw: ImageDraw.ImageDraw, lines: Sequence[Sequence[_Entry]], 
 
 
 def _label(source: Source, label: int) -> str:
-    """Number and name: the number also tells where the font lacks the letters of the name."""
+    """Return number and name: the number helps where the font lacks the letters of the name."""
     return "not annotated" if label == IGNORE else f"{label} {_name(source, label)}"
 
 
@@ -322,14 +322,14 @@ def _heading(source: Source, shown: Mapping[Split, _Shown], title: str) -> str:
 
 
 def _own_ids(source: Source) -> list[int]:
-    """The ids of the dataset's classes, without those that only a model that it extends knows."""
+    """Return the ids of the dataset's classes, without those that only a model that it extends knows."""
     if isinstance(source, Extended):
         return sorted({int(source.table[i]) for i in _own_ids(source.inner)})
     return list(range(1, len(source.info.classes) + 1))
 
 
 def _missing(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Cell]) -> str:
-    """Which classes are not on the sheet, and which no photograph shows."""
+    """Return which classes are not on the sheet, and which no photograph shows."""
     if not cells:
         return "No photograph could be read together with its mask."
     anywhere = {i for one in shown.values() for weights in _visibility(one) for i in weights}
@@ -363,7 +363,7 @@ def _lines(draw: ImageDraw.ImageDraw, lines: Sequence[str], top: int, colour: tu
 
 
 def _shortened(name: str, width: float, font: _Font) -> str:
-    """As much of the name as fits."""
+    """Return as much of the name as fits."""
     if font.getlength(name) <= width:
         return name
     too_long = bisect_right(range(len(name)), width, key=lambda length: font.getlength(name[:length] + "…"))

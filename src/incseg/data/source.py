@@ -1,4 +1,4 @@
-"""A source: images and index masks by split and number. It knows files and names, nothing of steps."""
+"""A source: images and index masks by split and number. It does not know about steps."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ class Source(ABC):
 
     @abstractmethod
     def names(self, split: Split) -> Sequence[str]:
-        """The images of a split, in the order that `index` counts."""
+        """Return the images of a split, in the order that `index` counts."""
 
     @abstractmethod
     def image(self, split: Split, index: int) -> Image.Image:
-        """The image as RGB."""
+        """Return the image as RGB."""
 
     @abstractmethod
     def mask(self, split: Split, index: int) -> np.ndarray:
-        """The mask, (H, W) uint8 of dataset ids, checked: a wrong file is named in a UserError."""
+        """Return the mask, (H, W) uint8 of dataset ids, checked: a wrong file is named in a UserError."""
 
     @abstractmethod
     def fingerprint(self, split: Split) -> str:
-        """Changes whenever the content of the split does: keys every cache made from it."""
+        """Return a digest of the content of the split: the key of every cache made from it."""
 
     def sizes(self, split: Split) -> Sequence[tuple[int, int]]:
-        """(width, height) of every image, as `image` would give it."""
+        """Return (width, height) of every image, as `image` would give it."""
         return [self.image(split, index).size for index in range(len(self.names(split)))]
 
     def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
-        """The class ids in each image, where the source knows them without its masks; else None."""
+        """Return the class ids in each image, where the source knows them without its masks; else None."""
         return None
 
     def pair(self, split: Split, index: int) -> tuple[Image.Image, np.ndarray]:
-        """Image and mask together, checked to be of one size."""
+        """Return image and mask together, checked to be of one size."""
         image, mask = self.image(split, index), self.mask(split, index)
         if image.size != mask.shape[::-1]:
             name = self.names(split)[index]
@@ -64,7 +64,7 @@ class Source(ABC):
         return image, mask
 
     def preview(self, split: Split, index: int, side: int) -> tuple[Image.Image, tuple[int, int]]:
-        """The image with its longer side reduced to at most `side`, and the size that it has in full."""
+        """Return the image with its longer side reduced to at most `side`, and the size that it has in full."""
         image = self.image(split, index)
         small = image.copy()
         small.thumbnail((side, side))
@@ -81,7 +81,7 @@ class Source(ABC):
 
 
 def voc_palette() -> np.ndarray:
-    """Pascal VOC's colours: the bits of the id, spread over the channels from the highest bit down."""
+    """Return Pascal VOC's colours: the bits of the id, spread over the channels from the highest bit down."""
     ids = np.arange(256)
     colours = np.zeros((256, 3), dtype=np.uint8)
     for bit in range(8):

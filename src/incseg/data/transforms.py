@@ -1,6 +1,4 @@
-"""What happens to an image and its mask, together, before the network: crop, flip, resize, normalise.
-
-Which input size fits a dataset: small objects must cover several cells of the feature map to be learnt."""
+"""Transforms of an image and its mask (crop, flip, resize, normalise), and the input size that fits a dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ LONGEST = 8
 class Transform(ABC):
     """(image, mask) -> ((3, H, W) float32 normalised, (H, W) uint8).
 
-    All chance comes from `generator`, so that a sample can be drawn again from its seed. It is numpy's,
+    All randomness comes from `generator`, so that a sample can be drawn again from its seed. It is numpy's,
     because numpy spreads a key like (seed, epoch, index) into independent streams. Without a mask every pixel
     is void.
     """
@@ -62,7 +60,7 @@ class TrainTransform(Transform):
         _check_size("crop", self.crop)
         if not 0 < self.scale[0] <= self.scale[1] or self.scale[0] > 1:
             raise UserError(
-                f"scale={tuple(self.scale)} is no range of area shares; give (low, high) with "
+                f"scale={tuple(self.scale)} is not a range of area shares; give (low, high) with "
                 "0 < low <= high and low <= 1, such as (0.5, 2.0)"
             )
 
@@ -79,7 +77,7 @@ class TrainTransform(Transform):
         return normalise(image, self.mean, self.std), torch.from_numpy(np.array(labels))
 
     def _draw_crop(self, width: int, height: int, generator: np.random.Generator) -> tuple[int, int, int, int]:
-        """(left, top, width, height) of the part of the image to show."""
+        """Return (left, top, width, height) of the part of the image to show."""
         low, high = ASPECT_RATIOS
         for _ in range(_TRIES):
             area = width * height * generator.uniform(*self.scale)
@@ -131,7 +129,7 @@ class TestTransform(Transform):
 
 
 def _middle(image: Image.Image, mask: np.ndarray | None) -> tuple[Image.Image, np.ndarray | None]:
-    """The middle of a long strip: what lies outside would be enlarged for nothing before it is cut off."""
+    """Return the middle of a long strip: what lies outside would be enlarged for nothing before it is cut off."""
     side = LONGEST * min(image.size)
     left, top = (max(0, (length - side) // 2) for length in image.size)
     right, bottom = left + min(side, image.width), top + min(side, image.height)
@@ -173,7 +171,7 @@ class WholeTransform(Transform):
 def shown_at(
     size: int | None, frame: tuple[int, int] | None, mean: Sequence[float], std: Sequence[float]
 ) -> TestTransform | WholeTransform:
-    """How the test shows images: whole, where they have a frame, else their centre, or None as they are."""
+    """Return the test transform: the whole image if there is a frame, else its centre; size None keeps the size."""
     if frame is None or size is None:
         return TestTransform(size, mean, std)
     return WholeTransform(size, frame, mean, std)
@@ -181,7 +179,7 @@ def shown_at(
 
 @dataclass(frozen=True)
 class Mirrored(Transform):
-    """What the test shows, mirrored in half of the cases: deterministic up to the flip."""
+    """The test transform with a random horizontal flip."""
 
     shown: TestTransform | WholeTransform
     flip: bool = True
@@ -196,14 +194,14 @@ class Mirrored(Transform):
 
 
 FRAME_SHARE = 0.9
-"""Of the images, so many fit the frame at their full size in each direction; the others are shrunk into it."""
+"""This share of the images fits the frame at full size in each direction; the others are shrunk."""
 FRAME_UNIT = 32
 LONGEST_FRAME = 2.5
 """Times the shorter side: a panorama does not make every image's frame long."""
 
 
 def frame_for(sizes: Sequence[tuple[int, int]], shorter: int) -> tuple[int, int]:
-    """(height, width) of a frame for images of these (width, height), their shorter side `shorter` pixels long.
+    """Return (height, width) of a frame for images of these (width, height), their shorter side `shorter` pixels long.
 
     Images that are all portrait get a portrait frame, mixed ones a square frame with room for both.
     """
@@ -220,7 +218,7 @@ def _rounded_up(side: float) -> int:
 
 
 def normalise(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """An RGB image as (3, H, W) float32, (value / 255 - mean) / std by channel."""
+    """Return an RGB image as (3, H, W) float32, (value / 255 - mean) / std by channel."""
     # Planes are gathered while the pixels are still bytes, which is three times faster than as floats.
     planes = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
     means, stds = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (mean, std))
@@ -228,7 +226,7 @@ def normalise(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -
 
 
 def _mask_image(mask: np.ndarray | None, size: tuple[int, int], box: tuple[int, int, int, int] | None) -> Image.Image:
-    """The part of the mask in `box`, nearest, as an image of (width, height) `size`."""
+    """Return the part of the mask in `box`, nearest, as an image of (width, height) `size`."""
     if mask is None:
         return Image.new("L", size, IGNORE)
     labels = Image.fromarray(mask)
@@ -237,7 +235,7 @@ def _mask_image(mask: np.ndarray | None, size: tuple[int, int], box: tuple[int, 
 
 def _check_size(name: str, value: int) -> None:
     if value < 1:
-        raise UserError(f"{name}={value} is no size; give a number of pixels from 1")
+        raise UserError(f"{name}={value} is not a size; give a number of pixels of at least 1")
 
 
 CELLS = 3.0
@@ -275,7 +273,7 @@ class ChosenSize:
 
 
 def object_sides(pixels: PixelCounts, sizes: Sequence[tuple[int, int]], classes: Mapping[int, str]) -> dict[str, float]:
-    """Per class, the median over the images that show it of √(its pixels) per pixel of the image's shorter side.
+    """Return, per class, the median of √(its pixels) / (shorter side) over the images that show it.
 
     sizes: (width, height) of the images. Classes that no image shows are left out.
     """

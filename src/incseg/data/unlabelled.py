@@ -1,4 +1,4 @@
-"""Photographs of a class from elsewhere, without masks: a folder of images for each class, or a generator."""
+"""Unlabelled images of a class, for replay: a folder of images for each class, or a generator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _File:
 
 
 class Unlabelled(ABC):
-    """Where photographs of a class come from."""
+    """A source of replay images of a class."""
 
     @abstractmethod
     def require(self, names: Sequence[str]) -> None:
@@ -39,11 +39,11 @@ class Unlabelled(ABC):
 
     @abstractmethod
     def pictures(self, name: str, most: int, seed: int) -> list[Picture]:
-        """At least one and at most `most` photographs of a class, the same for the same seed."""
+        """Return at least one and at most `most` images of a class, the same for the same seed."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes with the photographs, as far as that can be known."""
+        """Return a digest of the images, as far as they are known in advance."""
 
 
 class ImageFolders(Unlabelled):
@@ -65,7 +65,7 @@ class ImageFolders(Unlabelled):
         return [_File(files[i]) for i in chosen]
 
     def fingerprint(self) -> str:
-        """Over the names and bytes of all images, so that a copy of the folders is the same."""
+        """Return a digest of the names and bytes of all images: a copy of the folders has the same one."""
         digest = hashlib.sha256()
         for name in self._classes():
             files = tuple(self._files(name))
@@ -91,7 +91,7 @@ class ImageFolders(Unlabelled):
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images directly in a folder, by name."""
+    """Return the images directly in a folder, by name."""
     if not folder.is_dir():
         raise UserError(f"'{folder}' is not a folder; give one that has images in it")
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.name[0] != ".")
@@ -123,7 +123,7 @@ class Generator(Unlabelled):
         return [partial(as_rgb, image) for image in made]
 
     def fingerprint(self) -> str:
-        """Its name: what it would make cannot be known beforehand."""
+        """Return its name: its images are not known in advance."""
         return self.name
 
     def _callable(self) -> Callable[[str, int, int], Sequence[Any]]:

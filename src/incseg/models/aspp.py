@@ -16,7 +16,7 @@ LEAKY_SLOPE = 0.01
 
 
 def default_dilations(output_stride: int) -> tuple[int, int, int]:
-    """DeepLabv3's (6, 12, 18) at stride 16; the same reach in pixels at others, so doubled at stride 8."""
+    """Return DeepLabv3's (6, 12, 18) at stride 16, and the same reach in pixels at others (doubled at stride 8)."""
     small, medium, large = (max(1, rate * 16 // output_stride) for rate in (6, 12, 18))
     return small, medium, large
 

@@ -44,8 +44,8 @@ def find_classifier(name: str | None) -> type[Classifier]:
 def initialise_from_background(model: Segmenter, move_background: bool = True) -> None:
     """Start the newest classes as equal shares of background (MiB): w = w_bg, b = b_bg − ln(|C^t| + 1), b_bg too.
 
-    The |C^t| + 1 of them then have together the probability that background had, and every old class keeps its own.
-    Without `move_background` b_bg stays as it is: the new ones start the same, the sum does not hold.
+    The |C^t| + 1 of them then have together the probability that background had, and old classes are unchanged.
+    Without `move_background` b_bg is unchanged: the new ones start the same, the sum does not hold.
     """
     first, newest = model.classifiers[0], model.classifiers[-1]
     background_bias = first.get_parameter("bias")[0]

@@ -1,6 +1,6 @@
 """A head that is solved, not trained: fixed random features of the frozen network, and scores by least squares.
 
-What it keeps of every image ever seen are sums over cells (losses/least_squares.py): no image, no feature of an image.
+All it stores of the images seen are sums over cells (losses/least_squares.py): no image, no feature of an image.
 They are saved with the model, so that a class can be added, learnt further or removed in seconds, against everything
 that was seen before.
 """
@@ -27,7 +27,7 @@ _LEAST_SCALE = 1e-3
 class Design:
     """What the random features are made of; saved with the model.
 
-    columns:   number of random features; more know more, and sums grow with their square.
+    columns:   number of random features; more are more accurate, and sums grow with their square.
     seed:      of the random weights.
     embedding: weight of the trained head's embedding among the inputs; 0 where the head was never trained.
     """
@@ -93,7 +93,7 @@ class ClosedForm(nn.Module):
         return len(self.counts)
 
     def about(self) -> dict[str, Any]:
-        """For the description of a model file."""
+        """Return the description for a model file."""
         described = {"widths": self.widths, "rectifier": self.rectifier, "sgd_share": self.sgd_share}
         return {**asdict(self.design), **described, "labels": self.num_labels, "waiting": self.waiting}
 
@@ -110,7 +110,7 @@ class ClosedForm(nn.Module):
         return solved
 
     def set_labels(self, labels: int) -> None:
-        """Make room for so many labels, background among them; new ones have seen no cell."""
+        """Extend to `labels` labels, including background; new ones have seen no cell."""
         more = labels - self.num_labels
         if more < 0:
             raise ValueError(f"there are {self.num_labels} labels, more than {labels}")
@@ -127,7 +127,7 @@ class ClosedForm(nn.Module):
         self.take(sums)
 
     def set_aside(self, label: int, name: str) -> None:
-        """Take a label out, and keep its sums until the class is learnt further."""
+        """Remove a label, and store its sums until the class is learnt further."""
         self._wait(name, self.cross[label : label + 1], self.counts[label : label + 1])
         self.cross[label] = 0  # nothing is left to become background
         self.counts[label] = 0
@@ -141,7 +141,7 @@ class ClosedForm(nn.Module):
         self.waiting.append(name)
 
     def take_back(self, names: Sequence[str], sums: Sums, first: int) -> Sums:
-        """`sums` with those that classes had before they were set aside; `names` have the labels from `first` on."""
+        """Add the stored sums of classes that were set aside; `names` have the labels from `first` on."""
         cross, counts = sums.cross.clone(), sums.counts.clone()
         for label, name in enumerate(names, start=first):
             if name in self.waiting:
@@ -156,7 +156,7 @@ class ClosedForm(nn.Module):
             del self.waiting_cross, self.waiting_counts
 
     def knows(self, label: int) -> bool:
-        """Whether cells of this label were ever seen."""
+        """Return whether cells of this label were ever seen."""
         return label < self.num_labels and bool(self.counts[label] > 0)
 
     def sums(self) -> Sums:
@@ -164,7 +164,7 @@ class ClosedForm(nn.Module):
         return Sums(unpacked(self.gram.double(), size), self.cross.double(), self.counts.double())
 
     def take(self, sums: Sums) -> None:
-        """Keep these sums from now on."""
+        """Store these sums."""
         self.gram = packed(sums.gram).to(self.gram)
         self.cross, self.counts = sums.cross.to(self.cross), sums.counts.to(self.counts)
 
@@ -176,7 +176,7 @@ class ClosedForm(nn.Module):
         self.mean, self.scale = inputs.mean(0), inputs.std(0) + _LEAST_SCALE
 
     def inputs(self, embedding: Tensor, stages: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, d_local, h, w) what each cell sees, and (B, d_image, 1, 1) what all cells of an image share."""
+        """Return the inputs of each cell, (B, d_local, h, w), and those shared by an image, (B, d_image, 1, 1)."""
         last, size = stages[-1], embedding.shape[-2:]
         maps = [*([embedding] if self.design.embedding else []), *stages]
         maps = [
@@ -185,7 +185,7 @@ class ClosedForm(nn.Module):
         return torch.cat(maps, 1), last.mean((2, 3), keepdim=True)
 
     def features(self, embedding: Tensor, stages: Sequence[Tensor]) -> Tensor:
-        """(B, D, h, w) random features, without the constant one."""
+        """Return (B, D, h, w) random features, without the constant one."""
         local, image = self.inputs(embedding, stages)
         number = local.shape[1]
         weight = (self.projection / self.scale)[..., None, None]
@@ -193,26 +193,26 @@ class ClosedForm(nn.Module):
         return F.relu(F.conv2d(local, weight[:, :number], offset) + F.conv2d(image, weight[:, number:]))
 
     def cell_features(self, local: Tensor, image: Tensor) -> Tensor:
-        """(n, D + 1) `features` and the constant one, of cells with inputs (n, d_local) and (n, d_image)."""
+        """Return (n, D + 1) `features` and the constant one, of cells with inputs (n, d_local) and (n, d_image)."""
         x = (torch.cat([local, image], 1) - self.mean) / self.scale
         found = F.relu(F.linear(x, self.projection, self.offset))
         return torch.cat([found, found.new_ones(len(found), 1)], 1)
 
     def cell_log_odds(self, found: Tensor) -> Tensor:
-        """(n, L − 1) of cells with `cell_features`."""
+        """Return (n, L − 1) log-odds of cells with `cell_features`."""
         return log_odds(found @ self.weight.T) + self.shifts[1:]
 
     def forward(self, embedding: Tensor, stages: Sequence[Tensor]) -> Tensor:
-        """(B, L − 1, h, w) log-odds of every class against background."""
+        """Return (B, L − 1, h, w) log-odds of every class against background."""
         scores = F.conv2d(self.features(embedding, stages), self.weight[:, :-1, None, None], self.weight[:, -1])
         return log_odds(scores) + self.shifts[1:].view(1, -1, 1, 1)
 
     def combine(self, trained: Tensor | None, sizes: Sequence[int], labels: Sequence[int], solved: Tensor) -> Tensor:
-        """(B, C, …) what the network says of all classes, in the order of learning.
+        """Return the (B, C, …) scores of all classes, in the order of learning.
 
         Trained odds are sharper than solved ones, so a solved class does not compete with them: it stands as far above
         or below the best trained class as the closed form alone says. With `sgd_share` 1 that distance is its score,
-        and trained classes keep their raw scores, to the last bit. Else all scores are log-odds, and trained classes
+        and the raw scores of trained classes are unchanged. Else all scores are log-odds, and trained classes
         mix their odds with the solved ones.
 
         trained: raw scores of increments with trained classifiers, of `sizes` classes each, whose labels are `labels`.

@@ -43,12 +43,12 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:
-    """A configuration for a file; what older versions do not know is left out where it is not set."""
+    """Return a configuration for a file; fields that older versions do not know are left out if not set."""
     return {key: value for key, value in dataclasses.asdict(config).items() if key != "classifier" or value}
 
 
 def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tuple[Segmenter, dict[str, Any]]:
-    """The model in evaluation mode, and the `extra` it was saved with. The global random state is kept."""
+    """Return the model in evaluation mode, and the `extra` it was saved with. The global random state is unchanged."""
     path = Path(path)
     metadata, tensors = _read(path)
     _check_format(path, metadata)
@@ -75,7 +75,7 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
                 raise ValueError(f"its heads look at images shrunk by {model.shrinks}, of {model.sizes}")
     except UserError as error:
         raise UserError(f"model file '{path}': {error}") from error
-    except Exception as error:  # a description that someone made up can make building a network raise nearly anything
+    except Exception as error:  # building a network from a forged description can raise nearly anything
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"model file '{path}': its description is damaged ({cause}); save or copy it again") from error
     _fill(path, model, tensors)
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
                     "never opened; give the .safetensors file of a step"
                 ) from None
         raise UserError(
-            f"model file '{path}' is truncated, damaged or no safetensors file ({error}); save or copy it again"
+            f"model file '{path}' is truncated, damaged or not a safetensors file ({error}); save or copy it again"
         ) from error
 
 
@@ -112,7 +112,7 @@ def _check_format(path: Path, metadata: dict[str, str]) -> None:
         )
     version = metadata.get("format_version", "")
     if not version.isdecimal():
-        raise UserError(f"model file '{path}': its format version '{version}' is no number; save it again")
+        raise UserError(f"model file '{path}': its format version '{version}' is not a number; save it again")
     if len(version) > 9 or int(version) > FORMAT_VERSION:
         raise UserError(
             f"model file '{path}' was made by a newer incseg (format {version[:9]}, this one reads up to "
@@ -121,7 +121,7 @@ def _check_format(path: Path, metadata: dict[str, str]) -> None:
 
 
 def read_config(fields: dict[str, Any]) -> ModelConfig:
-    """A configuration from what JSON keeps of it."""
+    """Return a configuration from its JSON form."""
     config = ModelConfig(**fields)
     if config.dilations is not None:
         small, medium, large = config.dilations  # JSON has lists only
@@ -132,7 +132,7 @@ def read_config(fields: dict[str, Any]) -> ModelConfig:
 
 
 def read_increment(fields: dict[str, Any]) -> Increment:
-    """An increment from what JSON keeps of it."""
+    """Return an increment from its JSON form."""
     head = fields.get("head", 0)
     if type(head) is not int or head < 0:
         raise ValueError(f"its head is {head!r}")
@@ -165,7 +165,7 @@ def check_extra(extra: dict[str, Any]) -> None:
         raise ValueError("its method has no name")
     colours = extra.get("palette", [])
     if not (isinstance(colours, list) and all(isinstance(c, list) and len(c) == 3 for c in colours)):
-        raise ValueError("its palette is no list of colours")
+        raise ValueError("its palette is not a list of colours")
     if not all(type(value) is int and 0 <= value <= 255 for colour in colours for value in colour):
         raise ValueError("its colours are not from 0 to 255")
     size = extra.get("test_size", 0)

@@ -20,7 +20,7 @@ MIN_CHANNELS_PER_GROUP = 4
 class FrozenBatchNorm2d(nn.Module):
     """Batch norm that always uses its running statistics, in training too; weight and bias still train.
 
-    Deliberately no subclass of nn.BatchNorm2d: `SyncBatchNorm.convert_sync_batchnorm` would turn that into
+    Deliberately not a subclass of nn.BatchNorm2d: `SyncBatchNorm.convert_sync_batchnorm` would turn that into
     a layer that updates its statistics again. State-dict names are those of nn.BatchNorm2d.
     """
 
@@ -44,7 +44,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 
 def num_groups(channels: int) -> int:
-    """The most groups, up to 32, that divide the channels and hold four or more each.
+    """Return the most groups, up to 32, that divide the channels and hold four or more each.
 
     One channel per group would normalise the 1×1 map of the image-pooling branch to zero.
     """
@@ -53,7 +53,7 @@ def num_groups(channels: int) -> int:
 
 
 def make_norm(kind: str, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> nn.Module:
-    """A norm layer for (B, channels, H, W); `momentum` matters to `batch` only."""
+    """Return a norm layer for (B, channels, H, W); `momentum` matters to `batch` only."""
     if kind == "batch":
         return nn.BatchNorm2d(channels, eps=eps, momentum=momentum)
     if kind == "group":

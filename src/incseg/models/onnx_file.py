@@ -1,4 +1,4 @@
-"""A network from an ONNX file that `incseg export` wrote: all of its description lies in the file's metadata."""
+"""A network from an ONNX file that `incseg export` wrote: the file's metadata describe it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTPUTS = ("probabilities", "uncertainty", "labels", "logits")
 
 
 def onnx_packages() -> tuple[Any, Any]:
-    """(onnx, onnxruntime), which are no part of a plain installation."""
+    """Return (onnx, onnxruntime), which a plain installation does not have."""
     try:
         import onnx
         import onnxruntime
@@ -58,31 +58,33 @@ class OnnxNetwork:
         self._session = runtime.InferenceSession(network.SerializeToString(), options, ["CPUExecutionProvider"])
 
     def logits(self, image: Image.Image) -> Tensor:
-        """(1, C, h, w) logits of an RGB image."""
+        """Return (1, C, h, w) logits of an RGB image."""
         return torch.from_numpy(self._session.run(["logits"], {INPUT: as_input([image])})[0])
 
 
 def as_input(images: list[Image.Image]) -> np.ndarray:
-    """(B, 3, H, W) uint8 of RGB images of one size, as the graph takes them."""
+    """Return (B, 3, H, W) uint8 of RGB images of one size, as the graph takes them."""
     return np.ascontiguousarray(np.stack([np.asarray(image) for image in images]).transpose(0, 3, 1, 2))
 
 
 def read_onnx(path: Path) -> Any:
-    """The model of a file that incseg exported."""
+    """Return the model of a file that incseg exported."""
     onnx, _ = onnx_packages()
     try:
         model = onnx.load(path)
     except OSError as error:
         raise UserError(f"ONNX file '{path}' cannot be read ({error.strerror}); check its permissions") from error
     except Exception as error:  # protobuf has its own kinds of error in every version
-        raise UserError(f"'{path}' is damaged or no ONNX file; export the model again") from error
+        raise UserError(f"'{path}' is damaged or not an ONNX file; export the model again") from error
     _check_format(path, {entry.key: entry.value for entry in model.metadata_props})
     return model
 
 
 def _check_format(path: Path, about: Mapping[str, str]) -> None:
     if about.get("format") != FORMAT:
-        raise UserError(f"'{path}' is an ONNX file but none of incseg's; incseg export MODEL --out FILE writes one")
+        raise UserError(
+            f"'{path}' is an ONNX file but was not exported by incseg; write one with incseg export MODEL --out FILE"
+        )
     if about.get("format_version") != str(FORMAT_VERSION):
         raise UserError(
             f"'{path}' has format {about.get('format_version')}, this incseg reads {FORMAT_VERSION}; "

@@ -29,7 +29,7 @@ SHOWN = 3
 
 
 def build_segmenter(config: ModelConfig, background_output: bool, log: Callable[[str], None] = print) -> Segmenter:
-    """A new model with its pretrained backbone; what the weights matched, or that there are none, is logged."""
+    """Return a new model with its pretrained backbone; what the weights matched, or that there are none, is logged."""
     model = Segmenter(config, background_output)
     backbone = model.backbone
     file = "a file (.pth, .pt or .safetensors)"
@@ -45,7 +45,7 @@ def build_segmenter(config: ModelConfig, background_output: bool, log: Callable[
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What became of the tensors of a file and of a backbone; str() is the summary for the log."""
+    """Which tensors of a file and a backbone matched; str() is the summary for the log."""
 
     source: str
     backbone: str
@@ -96,7 +96,7 @@ def load_weights(backbone: Backbone, weights: str | Path) -> WeightReport:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors, .pth or .pt file; code in a pickle is never run."""
+    """Return the tensors of a .safetensors, .pth or .pt file; code in a pickle is never run."""
     if not path.is_file():
         raise UserError(f"weights '{path}': no such file; give a .pth, .pt or .safetensors file, or '{IMAGENET}'")
     if path.suffix == ".safetensors":
@@ -133,7 +133,7 @@ def _fits(wanted: Tensor, given: Tensor | None) -> bool:
 
 
 def _without_prefix(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict less the prefix that makes most names match, the shortest among equals."""
+    """Return the state dict less the prefix that makes most names match, the shortest among equals."""
 
     def strip(prefix: str) -> dict[str, Tensor]:
         others = {name: value for name, value in state.items() if not name.startswith(prefix)}
@@ -164,7 +164,7 @@ def _refuse_if_wrong(report: WeightReport, wanted: Mapping[str, Tensor], given: 
 
 
 def first_few(names: Iterable[str]) -> str:
-    """The first names of a list, for a message."""
+    """Return the first names of a list, for a message."""
     names = list(names)
     return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
@@ -192,7 +192,7 @@ _IGNORED = ("aux_classifier.",)
 
 
 def read_deeplab(path: Path, classes: Sequence[str]) -> Segmenter:
-    """The softmax network of a .pth, .pt or .safetensors file, background at output 0 and `classes` behind it."""
+    """Read a softmax network from a .pth, .pt or .safetensors file; output 0 is background, `classes` follow."""
     if not path.is_file():
         raise UserError(f"checkpoint '{path}': no such file; give the .pth, .pt or .safetensors of a DeepLabv3")
     state = {name.removeprefix("module."): value for name, value in read_state_dict(path).items()}
@@ -203,7 +203,7 @@ def read_deeplab(path: Path, classes: Sequence[str]) -> Segmenter:
     if len(classes) != outputs - 1:
         raise UserError(
             f"checkpoint '{path}' has {outputs} outputs, background and {outputs - 1} classes, but {len(classes)} "
-            f"names came ({first_few(classes)}); name every class but background, in the order of the outputs"
+            f"names were given ({first_few(classes)}); name every class but background, in the order of the outputs"
         )
     blocks = {match[1] for name in given if (match := re.match(r"backbone\.layer3\.(\d+)\.", name))}
     config = ModelConfig(
@@ -222,7 +222,7 @@ def read_deeplab(path: Path, classes: Sequence[str]) -> Segmenter:
 def _length(path: Path, given: Mapping[str, Tensor], name: str) -> int:
     if name not in given or given[name].dim() != 4:
         raise UserError(
-            f"checkpoint '{path}' is no DeepLabv3 in torchvision's naming: it has no convolution {name}, but "
+            f"checkpoint '{path}' is not a DeepLabv3 in torchvision's naming: it has no convolution {name}, but "
             f"{first_few(given)}; save the state_dict() of deeplabv3_resnet50 or deeplabv3_resnet101"
         )
     return given[name].shape[0]
@@ -259,10 +259,10 @@ def _their_name(name: str) -> str:
 
 @torch.no_grad()
 def evidential_from_softmax(model: Segmenter, rectifier: Rectifier) -> Segmenter:
-    """The same network without background output: w_i − w_0 and b_i − b_0, so that the odds of every class against
-    background are kept, plus the one shift of all biases by which evidence decides as the arg-max did.
+    """Return the same network without background output: w_i − w_0 and b_i − b_0.
 
-    How near both decisions are is said in `deciding_score`. All classes become one increment: they shared one softmax.
+    The odds of every class against background are unchanged. One shift of all biases makes evidence decide as the
+    arg-max did; `deciding_score` says how closely. All classes become one increment, because they shared one softmax.
     """
     weight = torch.cat([classifier.get_parameter("weight") for classifier in model.classifiers])
     bias = torch.cat([classifier.get_parameter("bias") for classifier in model.classifiers])

@@ -26,7 +26,7 @@ from incseg.outputs.evidential import Rectifier
 from incseg.types import Increment, Inputs, Output, UserError
 
 FINER = 4
-"""Scores of heads that see the image at different sizes meet on a grid so much finer than the features. Interpolated
+"""Scores of heads that see the image at different sizes are combined on a grid this many times finer. Interpolated
 straight to the features' grid and then to the image, small objects of the old classes would be smoothed away."""
 Frozen = Literal["nothing", "statistics", "head", "model"]
 
@@ -44,7 +44,7 @@ class ModelConfig:
             the first named. Empty for the last one alone, as in DeepLabv3.
         dilations: Of the head's three 3x3 convolutions; by default 6, 12, 18 at stride 16, doubled at 8.
         norm: batch; group (no batch statistics); frozen (the backbone's running statistics never
-            change, its affine parameters train; the head, which has no statistics to keep, uses batch); or
+            change, its affine parameters train; the head, which has no pretrained statistics, uses batch); or
             frozen-group (the same backbone, group in the head: no statistics of batches anywhere).
         freeze_backbone: Train the head only; neither parameters nor statistics of the backbone change.
         head: Empty for the field's (MiB's); torchvision for that of its DeepLabv3, which has one layer more
@@ -156,7 +156,7 @@ class Segmenter(nn.Module):
         self.shrinks, self.sizes = shrinks, sorted({1, *shrinks})
 
     def add_closed_form(self, design: Design, rectifier: Rectifier) -> ClosedForm:
-        """A closed form without sums, in place of one that no class reads."""
+        """Return a closed form without sums, in place of one that no class reads."""
         self.drop_closed_form()
         widths = [self.config.width, *(self.backbone.channels[stage] for stage in self._stages_read())]
         return self.attach(ClosedForm(design, widths, rectifier))
@@ -182,7 +182,7 @@ class Segmenter(nn.Module):
         del self.heads[place], self.shrinks[place + 1]
 
     def grow(self, increment: Increment) -> None:
-        """Add the classifier of a new step; what was learnt stays as it is.
+        """Add the classifier of a new step; everything learnt before is unchanged.
 
         Where the increment names a head that is not there yet, it starts as a copy of the first. One that is solved
         has no classifier: its scores come from the closed form.
@@ -209,7 +209,7 @@ class Segmenter(nn.Module):
 
     @torch.no_grad()
     def remove(self, name: str, ridge: float, to_learn_further: bool = False) -> int:
-        """Forget a class; returns the label that it had. What lies behind it moves up by one.
+        """Forget a class and return the label that it had. Later labels move up by one.
 
         A solved class is gone as if its cells had always been background; `ridge` is that of the method. Of a trained
         one the output is dropped. With `to_learn_further` its sums wait for the class to be learnt again.
@@ -259,7 +259,7 @@ class Segmenter(nn.Module):
         return self
 
     def freeze(self, part: Frozen) -> None:
-        """Leave a part as it is in the training that follows, to be said again after every call of `train`.
+        """Freeze a part for the training that follows. Call it again after every call of `train`.
 
         statistics: of every batch norm. head: all but the classifiers, its batch norms with it. model: all but the
         newest classifier and, where that has one of its own, its head.
@@ -279,32 +279,32 @@ class Segmenter(nn.Module):
                     module.eval()
 
     def encode(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The backbone's stages; without gradient where it is frozen."""
+        """Return the backbone's stages; without gradient where it is frozen."""
         if self.config.freeze_backbone:
             with torch.no_grad():
                 return self.backbone(images)
         return self.backbone(images)
 
     def read_by_head(self, stages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Those of the backbone's stages that a head reads."""
+        """Return those of the backbone's stages that a head reads."""
         return tuple(stages[stage] for stage in self._stages_read())
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """What the heads read of images, at each of `sizes`: what a feature cache holds."""
+        """Return what the heads read of images, at each of `sizes`: what a feature cache holds."""
         return tuple(f for size in self.sizes for f in self.read_by_head(self.encode(shrunk(images, size))))
 
     def by_size(self, features: tuple[Tensor, ...]) -> dict[int, tuple[Tensor, ...]]:
-        """What `features` gives, for each of `sizes`."""
+        """Return what `features` gives, for each of `sizes`."""
         number = len(self._stages_read())
         starts = {size: index * number for index, size in enumerate(self.sizes)}
         return {size: features[first : first + number] for size, first in starts.items()}
 
     def decode(self, features: tuple[Tensor, ...]) -> Output:
-        """Heads and classifiers on what `features` gives."""
+        """Run heads and classifiers on the output of `features`."""
         return self._decode(self.by_size(features))
 
     def forward(self, inputs: Inputs) -> Output:
-        """(B, 3, H, W) normalised images, or what the heads read of them → logits at the network's resolution."""
+        """Run the network on (B, 3, H, W) normalised images or on their features; logits have its own resolution."""
         if not isinstance(inputs, Tensor):
             return self.decode(inputs)
         stages = {size: self.encode(shrunk(inputs, size)) for size in sorted({*self._shrinks_read, self.shrinks[0]})}
@@ -312,7 +312,7 @@ class Segmenter(nn.Module):
         return self._decode(features, stages[self.shrinks[0]])
 
     def _decode(self, features: dict[int, tuple[Tensor, ...]], stages: tuple[Tensor, ...] = ()) -> Output:
-        """Heads and classifiers on the features of each size."""
+        """Run heads and classifiers on the features of each size."""
         if not self.classifiers:
             raise RuntimeError("the model has no classes yet; call grow first")
         embedding = self._embedding(0, features[self.shrinks[0]])
@@ -338,14 +338,14 @@ class Segmenter(nn.Module):
         return Output(self._combined(scores, solved), embedding, stages)
 
     def _solving(self) -> tuple[ClosedForm, int]:
-        """The closed form, and how many times smaller than the input its image is."""
+        """Return the closed form, and how many times smaller than the input its image is."""
         for number, head in enumerate(self.heads, start=1):
             if isinstance(head, ClosedForm):
                 return head, self.shrinks[number]
         raise RuntimeError("the model has no closed form")
 
     def _combined(self, trained: Tensor | None, solved: Tensor) -> Tensor:
-        """Log-odds of all classes, from the scores of trained increments and the log-odds of the closed form."""
+        """Return the log-odds of all classes, from trained scores and the log-odds of the closed form."""
         form, _ = self._solving()
         first, labels = 1, list[int]()
         for increment in self.increments:
@@ -356,7 +356,7 @@ class Segmenter(nn.Module):
         return form.combine(trained, sizes, labels, solved[:, : self.num_classes])  # sums may know one to come
 
     def closed_form_inputs(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """What the closed form reads of images or of their features, `ClosedForm.inputs`, and the first head's
+        """Return what the closed form reads of images or of their features, `ClosedForm.inputs`, and the first head's
         embedding of the same size."""
         form, shrink = self._solving()
         seen = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[shrink]
@@ -376,13 +376,13 @@ class Segmenter(nn.Module):
         return self._combined(scores, form.cell_log_odds(random))
 
     def _embedding(self, head: int, features: tuple[Tensor, ...]) -> Tensor:
-        """What a head makes of the stages it reads; the first is not a module, so that its tensors keep their names."""
+        """Return the output of a head. The first is not a module, so that the names of its tensors are unchanged."""
         if head > 0:
             return self.heads[head - 1](features)
         return self.aspp(features[0] if self.neck is None else self.neck(features))
 
     def _classified(self, embedding: Tensor, increments: Sequence[int]) -> Tensor:
-        """The scores of some increments, by one convolution."""
+        """Return the scores of some increments, by one convolution."""
         weight = torch.cat([self.classifiers[i].get_parameter("weight") for i in increments])
         bias = torch.cat([self.classifiers[i].get_parameter("bias") for i in increments])
         return self._classifier.scores(embedding, weight, bias)
@@ -398,12 +398,12 @@ class Segmenter(nn.Module):
         return tuple(chosen)
 
     def frozen_copy(self) -> Segmenter:
-        """A teacher: a copy in evaluation mode that takes no gradient."""
+        """Return a teacher: a copy in evaluation mode that takes no gradient."""
         return copy.deepcopy(self).eval().requires_grad_(False)
 
 
 def shrunk(images: Tensor, factor: int) -> Tensor:
-    """(B, C, H, W) → each side `factor` times smaller, the mean of the pixels that fall together."""
+    """Return (B, C, H, W) images with each side `factor` times smaller, by averaging pixels."""
     if factor == 1:
         return images
     return F.avg_pool2d(images, factor, ceil_mode=True, count_include_pad=False)
@@ -416,7 +416,7 @@ def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def fusion_share(num_new: int, num_all: int) -> float:
-    """a = √(n_new / n_all), the share of the new model: n_new classes of the step, n_all seen with it."""
+    """Return a = √(n_new / n_all), the share of the new model: n_new classes of the step, n_all seen with it."""
     return math.sqrt(num_new / num_all)
 
 

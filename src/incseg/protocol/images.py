@@ -13,7 +13,7 @@ Presence = Sequence[Collection[int]]
 
 
 def presence_matrix(presence: Presence, num_classes: int) -> np.ndarray:
-    """(images, num_classes + 1) bool; column i is dataset id i, column 0 stays false."""
+    """Return (images, num_classes + 1) bool; column i is dataset id i, column 0 stays false."""
     matrix = np.zeros((len(presence), num_classes + 1), dtype=bool)
     for image, ids in enumerate(presence):
         if len(ids) and not (min(ids) >= 1 and max(ids) <= num_classes):
@@ -26,12 +26,12 @@ def presence_matrix(presence: Presence, num_classes: int) -> np.ndarray:
 
 
 def overlapped(shown: np.ndarray, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Per step, a mask of the images with at least one of its classes."""
+    """Return, per step, a mask of the images with at least one of its classes."""
     return [np.any(shown[:, list(group)], axis=1) for group in groups]
 
 
 def disjoint(shown: np.ndarray, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Overlapped, without the images that show a class of a later step or of none."""
+    """Return `overlapped` without the images that show a class of a later step or of none."""
     masks = []
     not_yet = set(range(1, shown.shape[1]))
     for group, with_new in zip(groups, overlapped(shown, groups), strict=True):
@@ -41,7 +41,7 @@ def disjoint(shown: np.ndarray, groups: Sequence[Sequence[int]]) -> list[np.ndar
 
 
 def pseudo_disjoint(shown: np.ndarray, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Each image with a class of the task in exactly one step, rare and so far neglected classes first.
+    """Assign each image with a class of the task to exactly one step, rare and so far neglected classes first.
 
     The greedy rule of MiB's ADE20k lists: images are visited class by class; an image goes to the step of
     its class with the highest score 120·(1 − assigned/total) + (Σ totals of the image's classes)/total.
@@ -70,12 +70,12 @@ def held_out(count: int, every: int | None) -> range:
     if every is None:
         return range(0)
     if not 2 <= every <= count:
-        raise UserError(f"data.holdout is {every}; it keeps back every N-th of {count} images: give 2 to {count}")
+        raise UserError(f"data.holdout is {every}; it holds out every N-th of {count} images; give 2 to {count}")
     return range(every // 2, count, every)
 
 
 def evenly(images: Sequence[int], most: int | None) -> tuple[int, ...]:
-    """Return at most so many of the images, evenly spread."""
+    """Return at most `most` of the images, evenly spread."""
     if most is None or len(images) <= most:
         return tuple(images)
     if most < 1:

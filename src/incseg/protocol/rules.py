@@ -37,7 +37,7 @@ class LabelRules:
             require_known(f"value of the label rule {field}", getattr(self, field), allowed)
 
     def describe(self, dataset: DatasetInfo) -> list[str]:
-        """The rules in plain English, a line each, to be printed under a table."""
+        """Return the rules in plain English, a line each, to be printed under a table."""
         counts_as = {"background": "count as background", "ignore": "are ignored"}
         images = {"seen": "images with at least one class learnt so far", "all": "all images"}
         lines = [

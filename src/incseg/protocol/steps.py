@@ -25,7 +25,7 @@ class Step:
     A learnt label is 0 for background, then 1, 2, … in the order of learning. The tables are (256,) uint8
     from dataset ids to learnt labels, so that `table[mask]` relabels a mask:
 
-    train_table: new classes keep their learnt label, everything else is background; void by the rules.
+    train_table: new classes get their learnt label, everything else is background; void by the rules.
     test_table:  seen classes get their learnt label and future ones UNSEEN; void is ignored.
     """
 
@@ -47,7 +47,7 @@ class Protocol:
     """A dataset learnt step by step.
 
     task:    "15-1" and the like, "joint", or own groups of class names: [["cat", "dog"], ["bird"]], the same
-             as JSON, or "cat,dog/bird". Classes that no group names stay in the future for ever.
+             as JSON, or "cat,dog/bird". Classes that no group names are never learnt.
     setting: which training images a step gets: "overlapped", "disjoint", or "pseudo-disjoint" (ADE20k).
              "joint" makes one step of all the task's classes.
     rules:   what void, unlabelled and unseen pixels count as: a name of RULES or a LabelRules.
@@ -94,7 +94,7 @@ class Protocol:
         self.prediction_table = _table({BACKGROUND: BACKGROUND} | dict(enumerate(self.classes_in_order, start=1)))
 
     def train_images(self, presence: images.Presence) -> tuple[tuple[int, ...], ...]:
-        """For each step the indices of its training images; `presence[i]` are the ids, from 1, in image i."""
+        """Return, for each step, the indices of its training images; `presence[i]` are the ids, from 1, in image i."""
         shown = images.presence_matrix(presence, len(self.dataset.classes))
         groups = [step.new for step in self.steps]
         if self.setting == "disjoint":
@@ -106,20 +106,20 @@ class Protocol:
         return tuple(_indices(mask) for mask in chosen)
 
     def test_images(self, step: Step, presence: images.Presence) -> tuple[int, ...]:
-        """The indices of the images that the model of `step` is tested on."""
+        """Return the indices of the images that the model of `step` is tested on."""
         if self.rules.test_images == "all":
             return tuple(range(len(presence)))
         shown = images.presence_matrix(presence, len(self.dataset.classes))
         return _indices(images.overlapped(shown, [step.seen])[0])
 
     def describe_rules(self) -> list[str]:
-        """The label rules in plain English, to be printed under every table."""
+        """Return the label rules in plain English, to be printed under every table."""
         return self.rules.describe(self.dataset)
 
     def as_dict(
         self, presence: images.Presence | None = None, test_presence: images.Presence | None = None
     ) -> dict[str, Any]:
-        """For JSON. With the presence of the training (test) images, each step tells how many it uses."""
+        """Return a dict for JSON. With the presence of training (test) images, each step has their number."""
         steps: list[dict[str, Any]] = [
             {"index": step.index, "classes": list(step.names), "ids": list(step.new)} for step in self.steps
         ]
@@ -177,7 +177,7 @@ def _make_steps(dataset: DatasetInfo, groups: Groups, rules: LabelRules) -> tupl
 
 
 def _table(entries: dict[int, int]) -> np.ndarray:
-    """A read-only look-up table; what has no entry is ignored."""
+    """Return a read-only look-up table; what has no entry is ignored."""
     table = np.full(256, IGNORE, dtype=np.uint8)
     table[list(entries)] = list(entries.values())
     table.flags.writeable = False

@@ -44,7 +44,7 @@ _ADE_B_FIRST_FIFTY = (
 
 
 def parse_task(dataset: DatasetInfo, task: str | Sequence[Sequence[str]], order: str) -> tuple[str, Groups]:
-    """The task's name, which gives the same task when parsed again, and its groups of dataset ids."""
+    """Return the task's name, which gives the same task when parsed again, and its groups of dataset ids."""
     if not isinstance(task, str):
         return _own_task(dataset, task, order)
     task = task.strip()
@@ -63,12 +63,12 @@ def parse_task(dataset: DatasetInfo, task: str | Sequence[Sequence[str]], order:
 
 
 def all_ids(dataset: DatasetInfo) -> tuple[int, ...]:
-    """Every foreground id, in natural order."""
+    """Return every foreground id, in natural order."""
     return tuple(range(1, len(dataset.classes) + 1))
 
 
 def _counted(dataset: DatasetInfo, task: str, base: int, increment: int) -> Groups:
-    """The "A-B" tasks in natural order; the last step takes what is left."""
+    """Return the "A-B" tasks in natural order; the last step takes what is left."""
     ids = all_ids(dataset)
     if not (1 <= base < len(ids) and increment >= 1):
         raise UserError(
@@ -104,7 +104,7 @@ def _groups_from_json(text: str) -> Sequence[Sequence[str]]:
 
 def _own_task(dataset: DatasetInfo, groups: Sequence[Sequence[str]], order: str) -> tuple[str, Groups]:
     if order != "a":
-        raise UserError(f"order '{order}' does not apply to own groups, which say their order: use a")
+        raise UserError(f"order '{order}' does not apply to own groups, which define their own order; use order a")
     if not groups or any(isinstance(group, str) for group in groups):
         raise UserError(f"task {groups!r} is not a sequence of groups; give each step a list of class names")
     numbers = {name: i for i, name in enumerate(dataset.classes, start=1)}
@@ -127,7 +127,7 @@ def _own_task(dataset: DatasetInfo, groups: Sequence[Sequence[str]], order: str)
 
 
 def _written(groups: list[list[str]]) -> str:
-    """One string for the groups: the short form if it can be told apart from other tasks, else JSON."""
+    """Return one string for the groups: the short form if it cannot be mistaken for another task, else JSON."""
     text = "/".join(",".join(group) for group in groups)
     other_task = text in (JOINT, *_ALIASES) or re.fullmatch(r"\d+-\d+", text) or text.startswith("[")
     if not other_task and [g.split(",") for g in text.split("/")] == groups:

@@ -50,10 +50,10 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The stages of (B, 3, H, W) images, shallow to deep; a stage of stride s is ⌈H/s⌉ × ⌈W/s⌉."""
+        """Return the stages of (B, 3, H, W) images, shallow to deep; a stage of stride s is ⌈H/s⌉ × ⌈W/s⌉."""
 
     def imagenet_weights(self) -> Mapping[str, Tensor]:
-        """The state dict that `weights: imagenet` stands for, where we can provide one."""
+        """Return the state dict that `weights: imagenet` stands for, where we can provide one."""
         raise UserError(
             f"weights 'imagenet' are not available for {self.name}; "
             "give the path of a downloaded state dict (.pth or .safetensors), or no weights"
@@ -67,8 +67,8 @@ class Backbone(nn.Module, ABC):
 class StrideBudget:
     """Turns strides beyond the output stride into dilation.
 
-    A converted layer keeps the dilation that held before it: its own taps are still those of its input's
-    grid. Layers after it are dilated, so the coarse network's values reappear at its coarse positions.
+    The dilation of a converted layer is unchanged: its taps are still those of its input's grid. Layers after it are
+    dilated, so the coarse network's values reappear at its coarse positions.
     """
 
     def __init__(self, output_stride: int, used: int):
@@ -77,7 +77,7 @@ class StrideBudget:
         self.dilation = 1
 
     def spend(self, stride: int) -> tuple[int, int, int]:
-        """(stride, dilation of the strided layer, dilation of the layers after it)."""
+        """Return (stride, dilation of the strided layer, dilation of the layers after it)."""
         before = self.dilation
         if self.stride * stride > self.output_stride:
             self.dilation *= stride
@@ -87,7 +87,7 @@ class StrideBudget:
 
 
 def initialise(module: nn.Module) -> None:
-    """He initialisation of every convolution, for a network that trains from nothing."""
+    """He initialisation of every convolution, for a network that trains from scratch."""
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

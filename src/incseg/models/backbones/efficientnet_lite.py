@@ -52,7 +52,7 @@ class SameConv2d(nn.Conv2d):
 
 
 def same_conv(inputs: int, outputs: int, kernel: int, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
-    """SAME convolution; with stride 1 and an odd kernel it is symmetric, which needs no copy to pad."""
+    """Return a SAME convolution; with stride 1 and an odd kernel it is symmetric, which needs no copy to pad."""
     if stride == 1:
         padding = (kernel - 1) // 2 * dilation
         return nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=dilation, groups=groups, bias=False)

@@ -16,7 +16,7 @@ def conv3x3(inputs: int, outputs: int, stride: int = 1, dilation: int = 1) -> nn
 
 
 def shortcut(inputs: int, outputs: int, stride: int, norm: NormKind) -> nn.Sequential | None:
-    """The projection of a residual block whose input and output differ."""
+    """Return the projection of a residual block whose input and output differ."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), make_norm(norm, outputs))
@@ -78,7 +78,7 @@ LAYOUTS: dict[int, tuple[Block, tuple[int, int, int, int]]] = {
 def residual_stage(
     block: Block, inputs: int, width: int, blocks: int, stride: int, budget: StrideBudget, norm: NormKind
 ) -> nn.Sequential:
-    """Residual blocks of one width, the first of which carries the stride."""
+    """Return residual blocks of one width, the first of which carries the stride."""
     stride, dilation, later = budget.spend(stride)
     first = block(inputs, width, stride, dilation, later, norm)
     outputs = width * block.expansion

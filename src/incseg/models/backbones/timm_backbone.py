@@ -77,5 +77,5 @@ class TimmBackbone(Backbone):
         return stages
 
     def imagenet_weights(self) -> Mapping[str, Tensor]:
-        """timm's own pretrained weights, which timm downloads or finds in its cache."""
+        """Return timm's own pretrained weights, which timm downloads or finds in its cache."""
         return {f"model.{name}": value for name, value in self._create(pretrained=True).state_dict().items()}
