@@ -163,8 +163,7 @@ def test_a_weight_for_every_pixel_has_its_gradient_in_closed_form() -> None:
     labels = torch.randint(0, 4, (2, 5, 4), dtype=torch.uint8)
     labels[0, 0] = 255
     weights = torch.rand(256, dtype=torch.float64)
-    maps = evidential_losses(logits, labels)
-    loss = (weights[labels.long()] * maps[0]).sum() + weights[0] * maps[1].sum()
+    (loss,) = evidential_losses(logits, labels, (weights[labels.long()], weights[0]))
     (gradient,) = torch.autograd.grad(loss, logits)
     foreground, background = evidential_cross_entropy(logits, labels)
     wanted = (weights[labels.long()] * foreground).sum() + weights[0] * background.sum()

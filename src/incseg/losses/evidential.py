@@ -1,17 +1,17 @@
 """The evidential losses: cross-entropy and distillation of the Dirichlet of each pixel.
 
-They come twice. In log space (`evidential_cross_entropy`, `distill_foreground`, `distill_uncertainty`) they hold for
-all scores and are differentiated by autograd. `evidential_losses` has the gradient in closed form, in a third of the
-time and memory. With e = rectifier(z) and e′ its derivative, T = Σe and S = T + K over a scope, and q, u′ the teacher's
-p^fg and u,
+They exist in two forms. In log space (`evidential_cross_entropy`, `distill_foreground`, `distill_uncertainty`) they
+hold for all scores, and autograd differentiates them. `evidential_losses` has the gradient in closed form, in a third
+of the time and memory. With e = rectifier(z) and e′ its derivative, T = Σe and S = T + K over a scope, and q, u′ the
+teacher's p^fg and u,
 
     foreground   −log T + 2 log S − log(1 + e_y)        d/de_i = 2/S − 1/T − [i = y] / (1 + e_y)
     background   log S − log K                          d/de_i = 1/S
     L_KD-fg      log S − Σ q_i log(1 + e_i)             d/de_i = 1/S − q_i / (1 + e_i)
     L_KD-u       log S − u′ log K − (1 − u′) log T      d/de_i = 1/S − (1 − u′)/T
 
-so that all but one term of the gradient is a factor per pixel times e′. Evidence is not taken by its logarithm there:
-`fits` says where float32 holds all of it.
+so that all but one term of the gradient is a factor per pixel times e′. The closed form uses evidence itself, not its
+logarithm: `fits` checks that float32 can hold it.
 """
 
 from __future__ import annotations
@@ -148,101 +148,122 @@ _EVIDENCE: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 """Evidence and its derivative."""
 
 
-class _CrossEntropy:
-    """Both parts of `evidential_cross_entropy` as maps, and their gradient for given weights of the pixels."""
-
-    def losses(self, logits: Tensor, labels: Tensor, rectifier: Rectifier) -> tuple[Tensor, Tensor]:
-        size = logits.shape[1]
-        e, self._slope = _EVIDENCE[rectifier](logits)
-        self._total = e.sum(1)
-        self._strength = self._total + size
-        self._is_background = labels == BACKGROUND
-        self._is_foreground = (labels != IGNORE) & ~self._is_background
-        self._own = (labels.long() - 1).clamp_(0, size - 1).unsqueeze(1)
-        self._own_alpha = e.gather(1, self._own).squeeze(1).add_(1)
-        log_strength = (self._total / size).log1p_()  # the background's probability is exact where it is nearly one
-        foreground = 2 * (log_strength + math.log(size)) - self._total.log() - self._own_alpha.log()
-        return self._is_foreground * foreground, self._is_background * log_strength
-
-    def gradient(self, of_foreground: Tensor, of_background: Tensor) -> Tensor:
-        """Return the gradient by the logits; works in place, so it is asked for once."""
-        at_foreground, at_background = self._is_foreground * of_foreground, self._is_background * of_background
-        factor = at_foreground * (2 / self._strength - 1 / self._total) + at_background / self._strength
-        pull = self._slope.gather(1, self._own).squeeze(1).mul_(at_foreground / self._own_alpha)
-        gradient = self._slope.mul_(factor.unsqueeze(1))
-        return gradient.scatter_add_(1, self._own, -pull.unsqueeze(1))
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, rectifier: Rectifier, of_foreground: Tensor, of_background: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of both parts of `evidential_cross_entropy`, times their scales, and its gradient."""
+    size = logits.shape[1]
+    e, slope = _EVIDENCE[rectifier](logits)
+    total = e.sum(1)
+    strength = total + size
+    is_background = labels == BACKGROUND
+    is_foreground = (labels != IGNORE) & ~is_background
+    own = (labels.long() - 1).clamp_(0, size - 1).unsqueeze(1)
+    own_alpha = e.gather(1, own).squeeze(1).add_(1)
+    at_foreground, at_background = is_foreground * of_foreground, is_background * of_background
+    log_strength = (total / size).log1p_()  # the background's probability is exact where it is nearly one
+    foreground = 2 * (log_strength + math.log(size)) - total.log() - own_alpha.log()
+    factor = at_foreground * (2 / strength - 1 / total) + at_background / strength
+    pull = slope.gather(1, own).squeeze(1).mul_(at_foreground / own_alpha)
+    # In place: a new array costs several times the page faults, as the allocator returns memory after each strip.
+    gradient = slope.mul_(factor.unsqueeze(1)).scatter_add_(1, own, -pull.unsqueeze(1))
+    return (at_foreground * foreground).sum() + (at_background * log_strength).sum(), gradient
 
 
-class _Distillation:
-    """The sums of `distill_foreground` and `distill_uncertainty`, and their gradient for given weights of both."""
-
-    def losses(self, logits: Tensor, teacher_logits: Tensor, rectifier: Rectifier) -> tuple[Tensor, Tensor]:
-        size = logits.shape[1]
-        e, self._slope = _EVIDENCE[rectifier](logits)
-        wanted = _EVIDENCE[rectifier](teacher_logits)[0]
-        teacher_total = wanted.sum(1)
-        teacher_strength = teacher_total + size
-        self._certainty = teacher_total / teacher_strength
-        wanted = wanted.add_(1).div_(teacher_strength.unsqueeze(1))
-        self._total = e.sum(1)
-        self._strength = self._total + size
-        log_strength = (self._total / size).log1p_() + math.log(size)
-        alpha = e.add_(1)
-        foreground = log_strength.sum() - torch.dot(alpha.log().flatten(), wanted.flatten())
-        self._pull = wanted.div_(alpha)
-        certainty = self._certainty
-        uncertainty = log_strength - (1 - certainty) * math.log(size) - certainty * self._total.log()
-        return foreground, uncertainty.sum()
-
-    def gradient(self, of_foreground: Tensor, of_uncertainty: Tensor) -> Tensor:
-        """Return the gradient by the logits; works in place, so it is asked for once."""
-        factor = (of_foreground + of_uncertainty) / self._strength - of_uncertainty * self._certainty / self._total
-        return self._pull.mul_(-of_foreground).add_(factor.unsqueeze(1)).mul_(self._slope)
+def _distillation(
+    logits: Tensor, teacher_logits: Tensor, rectifier: Rectifier, of_foreground: Tensor, of_uncertainty: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of `distill_foreground` and `distill_uncertainty`, times their scales, and their gradient."""
+    size = logits.shape[1]
+    e, slope = _EVIDENCE[rectifier](logits)
+    wanted = _EVIDENCE[rectifier](teacher_logits)[0]
+    teacher_total = wanted.sum(1)
+    teacher_strength = teacher_total + size
+    certainty = teacher_total / teacher_strength
+    wanted = wanted.add_(1).div_(teacher_strength.unsqueeze(1))
+    total = e.sum(1)
+    strength = total + size
+    log_strength = (total / size).log1p_() + math.log(size)
+    alpha = e.add_(1)
+    foreground = log_strength.sum() - torch.dot(alpha.log().flatten(), wanted.flatten())
+    uncertainty = (log_strength - (1 - certainty) * math.log(size) - certainty * total.log()).sum()
+    factor = (of_foreground + of_uncertainty) / strength - of_uncertainty * certainty / total
+    gradient = wanted.div_(alpha).mul_(-of_foreground).add_(factor.unsqueeze(1)).mul_(slope)
+    return of_foreground * foreground, of_uncertainty * uncertainty, gradient
 
 
-class _EvidentialLosses(torch.autograd.Function):
-    """One function for all terms, so that the gradients of old and new classes are never padded and added."""
+def _with_gradient(
+    logits: Tensor, labels: Tensor, teacher: Tensor | None, skipped: int, rectifier: Rectifier, scales: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the terms of `evidential_losses` and the gradient of their sum."""
+    new, gradient = _cross_entropy(logits[:, skipped:], labels, rectifier, scales[0], scales[1])
+    if teacher is None:
+        return (new,), F.pad(gradient, (0, 0, 0, 0, skipped, 0)) if skipped else gradient
+    num_old = teacher.shape[1]
+    foreground, uncertainty, of_old = _distillation(logits[:, :num_old], teacher, rectifier, scales[2], scales[3])
+    if skipped:
+        gradient = torch.cat([of_old, gradient], dim=1)
+    else:
+        gradient[:, :num_old] += of_old
+    return (new, foreground, uncertainty), gradient
+
+
+class _ClosedForm(torch.autograd.Function):
+    """The terms; the gradient of their sum is made on the way forward, so that nothing else need be held for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, skipped: int, rectifier: Rectifier
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None,
+        skipped: int,
+        rectifier: Rectifier,
+        *scales: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.skipped, ctx.parts = skipped, [_CrossEntropy()]
-        losses = ctx.parts[0].losses(logits[:, skipped:], labels, rectifier)
-        if teacher_logits is None:
-            return losses
-        ctx.parts.append(_Distillation())
-        return losses + ctx.parts[1].losses(logits[:, : teacher_logits.shape[1]], teacher_logits, rectifier)
+        terms, ctx.gradient = _with_gradient(logits, labels, teacher, skipped, rectifier, scales)
+        ctx.save_for_backward(logits, labels, teacher, *scales)
+        ctx.skipped, ctx.rectifier = skipped, rectifier
+        return terms
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        new, *old = ctx.parts
-        ctx.parts = None  # what they hold is large, and the graph may live longer
-        gradient = new.gradient(*upstream[:2])
-        of_old = old[0].gradient(*upstream[2:]) if old else None
-        if of_old is not None and ctx.skipped:
-            gradient = torch.cat([of_old, gradient], dim=1)
-        elif of_old is not None:
-            gradient[:, : of_old.shape[1]] += of_old
-        elif ctx.skipped:
-            gradient = F.pad(gradient, (0, 0, 0, 0, ctx.skipped, 0))
-        return gradient, None, None, None, None
+        logits, labels, teacher, *scales = ctx.saved_tensors
+        gradient, ctx.gradient = ctx.gradient, None  # whoever gets it may change it
+        if gradient is None or not bool((torch.stack(upstream) == 1).all()):
+            weighted = [scale * one for scale, one in zip(scales, upstream[:1] + upstream, strict=False)]
+            _, gradient = _with_gradient(logits, labels, teacher, ctx.skipped, ctx.rectifier, weighted)
+        return gradient, *[None] * (4 + len(scales))
 
 
 def evidential_losses(
     logits: Tensor,
     labels: Tensor,
+    scales: Sequence[Tensor],
     teacher_logits: Tensor | None = None,
     skipped: int = 0,
     rectifier: Rectifier = "exp_sigmoid",
+    closed_form: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Return both parts of `evidential_cross_entropy` as maps and, with a teacher, the sums of `distill_foreground` and
-    `distill_uncertainty`; their gradient is in closed form and can be asked for once.
+    """Return the scaled sums over pixels of `evidential_cross_entropy` and, with a teacher, of `distill_foreground` and
+    `distill_uncertainty`.
 
     logits (B, K, H, W); labels (B, H, W) of the scope, which leaves out the first `skipped` classes; teacher_logits
-    (B, K', H, W) of the first K' classes; where classes are skipped, these are just they. All scores must fit (`fits`).
+    (B, K', H, W) of the first K' classes; where classes are skipped, these are just they. scales: four factors, of
+    foreground pixels (one number or a map), background pixels, and both distillations. They are asked for here because
+    the closed form makes the gradient together with the terms. It needs scores that fit (`fits`); log space takes all.
     """
     if teacher_logits is not None and skipped not in (0, teacher_logits.shape[1]):
         raise ValueError(f"{skipped} classes are skipped, and the teacher has {teacher_logits.shape[1]}")
-    return _EvidentialLosses.apply(logits, labels, teacher_logits, skipped, rectifier)
+    if closed_form:
+        return _ClosedForm.apply(logits, labels, teacher_logits, skipped, rectifier, *scales)
+    of_foreground, of_background, *of_old = scales
+    foreground, background = evidential_cross_entropy(logits[:, skipped:], labels, rectifier)
+    weighted = (of_foreground * foreground).sum() if of_foreground.ndim else of_foreground * foreground.sum()
+    new = weighted + of_background * background.sum()
+    if teacher_logits is None:
+        return (new,)
+    student, teacher = dirichlet(logits[:, : teacher_logits.shape[1]], rectifier), dirichlet(teacher_logits, rectifier)
+    maps = distill_foreground(student, teacher), distill_uncertainty(student, teacher)
+    return new, *(scale * values.sum() for scale, values in zip(of_old, maps, strict=True))

@@ -27,9 +27,6 @@ from torch import Tensor
 
 from incseg.losses.distillation import local_pod, trained_maps
 from incseg.losses.evidential import (
-    distill_foreground,
-    distill_uncertainty,
-    evidential_cross_entropy,
     evidential_losses,
     fits,
     foreground_background_weights,
@@ -37,13 +34,13 @@ from incseg.losses.evidential import (
     inverse_frequency_weights,
 )
 from incseg.losses.labels import fill_background, shifted
-from incseg.losses.means import ImageMean, PixelMean, PixelTerm, Term
+from incseg.losses.means import ImageMean, PixelMean, PixelSum, PixelTerm, Term, pixel_count
 from incseg.losses.pixelwise import pixelwise
 from incseg.methods.base import Method, StepContext
 from incseg.methods.replay import open_replay
 from incseg.models.pretrained import evidential_from_softmax
 from incseg.models.segmenter import Segmenter
-from incseg.outputs.evidential import Balancing, Rectifier, dirichlet, evidential_labels, evidential_prediction
+from incseg.outputs.evidential import Balancing, Rectifier, evidential_labels, evidential_prediction
 from incseg.protocol import Step
 from incseg.settings import setting
 from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Output, Prediction, UserError
@@ -149,41 +146,34 @@ class Evidential(Method):
         config = self.config
         num_old = len(step.old)
         skipped = num_old if config.scope == "increment" else 0
-        weights = self._pixel_weights(batch)
+        scales_of = self._pixel_scales(batch)
         distills = config.lambda_kd > 0
-        kd_classes = num_old if config.kd_reduction == "mean" else 1
+        kd_scale = config.lambda_kd / pixel_count(batch, over="all")
+        kd_scales = kd_scale / (num_old if config.kd_reduction == "mean" else 1), kd_scale
         read = teacher.logits if teacher and (distills or config.pseudo_labels is not None) else None
-        # upsampled scores lie between those of the network, so that most often one look is enough for all strips
+        # upsampled scores lie between those of the network, so that one check is usually enough for all strips
         all_fit = fits(out.logits, *([] if read is None else [read]))
 
         def strip(logits: Tensor, labels: Tensor, old: Tensor | None) -> dict[str, PixelTerm]:
             sure = self._sure_labels(labels, old)
             if sure is not None and config.scope == "seen":
                 labels = fill_background(labels, sure)
-            in_scope, kd = shifted(labels, skipped), list[Tensor]()
-            of_foreground, of_background = weights(labels)
-            if config.pseudo_labels is None and (all_fit or fits(logits, *([] if old is None else [old]))):
-                foreground, background, *kd = evidential_losses(logits, in_scope, old, skipped, config.rectifier)
-            else:
-                foreground, background = evidential_cross_entropy(logits[:, skipped:], in_scope, config.rectifier)
-                foreground, background = foreground if of_foreground.ndim else foreground.sum(), background.sum()
-                if old is not None and distills:
-                    student, old_ = dirichlet(logits[:, :num_old], config.rectifier), dirichlet(old, config.rectifier)
-                    kd = [distill_foreground(student, old_), distill_uncertainty(student, old_)]
-            terms: dict[str, PixelTerm] = {
-                "new": (
-                    PixelMean(foreground, config.lambda_new, each=of_foreground),
-                    PixelMean(background, config.lambda_new, each=of_background),
-                )
-            }
+            closed = config.pseudo_labels is None and (all_fit or fits(logits, *([] if old is None else [old])))
+            new, *kd = evidential_losses(
+                logits,
+                shifted(labels, skipped),
+                (*scales_of(labels), *kd_scales),
+                old if distills else None,
+                skipped,
+                config.rectifier,
+                closed,
+            )
+            terms: dict[str, PixelTerm] = {"new": PixelSum(new)}
             if sure is not None and config.scope == "increment":
                 old_labels = torch.where(sure == BACKGROUND, IGNORE, sure)
                 again = increments_cross_entropy(logits[:, :num_old], old_labels, self._old_sizes, config.rectifier)
                 terms["pseudo"] = PixelMean(again, config.lambda_new)
-            if kd:
-                terms["kd_fg"] = PixelMean(kd[0], config.lambda_kd, over="all", classes=kd_classes)
-                terms["kd_u"] = PixelMean(kd[1], config.lambda_kd, over="all")
-            return terms
+            return terms | {name: PixelSum(value) for name, value in zip(("kd_fg", "kd_u"), kd, strict=False)}
 
         terms: dict[str, Term] = {**pixelwise(strip, batch, out.logits, read)}
         if teacher is not None and config.pod:
@@ -203,21 +193,19 @@ class Evidential(Method):
         found = evidential_labels(teacher_logits, sizes, "ratio", self.config.rectifier, self.config.pseudo_labels)
         return torch.where(labels == BACKGROUND, found.to(labels.dtype), BACKGROUND)
 
-    def _pixel_weights(self, batch: Batch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """labels → what their foreground and background pixels weigh in L_new.
-
-        The first is one number, or with `class_weight` one for every pixel.
-        """
+    def _pixel_scales(self, batch: Batch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return a function of labels: what their foreground and background pixels count in L_new, λ over the number of
+        pixels, times a weight. The first is one number, or with `class_weight` one for every pixel."""
+        scale = self.config.lambda_new / pixel_count(batch)
         if self._class_weights is not None:
-            weights = self._class_weights.to(batch.counts)
-            return lambda labels: (weights[labels.long()], weights[BACKGROUND])
+            scales = scale * self._class_weights.to(scale)
+            return lambda labels: (scales[labels.long()], scales[BACKGROUND])
         if not self.config.foreground_weight:
-            one = torch.ones_like(batch.counts[BACKGROUND])
-            return lambda labels: (one, one)
+            return lambda labels: (scale, scale)
         num_background = batch.counts[BACKGROUND]
         num_foreground = batch.counts.sum() - num_background - batch.counts[IGNORE]
         background, foreground = foreground_background_weights(num_background, num_foreground, self.config.max_weight)
-        return lambda labels: (foreground, background)
+        return lambda labels: (scale * foreground, scale * background)
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
         config = self.config
