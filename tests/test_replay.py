@@ -616,7 +616,7 @@ def test_photographs_leave_what_own_pixels_count_to_evidence(folders: Path) -> N
 
 
 def make_folders(*arguments: str) -> None:
-    found = importlib.util.spec_from_file_location("web_images", ROOT / "scripts" / "web_images.py")
+    found = importlib.util.spec_from_file_location("web_images", ROOT / "tools" / "web_images.py")
     assert found is not None
     assert found.loader is not None
     script = importlib.util.module_from_spec(found)

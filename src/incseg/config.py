@@ -25,7 +25,7 @@ from incseg.io import require_named_by_user
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.segmenter import ModelConfig
-from incseg.presets import PRESETS, default_preset, preset_for
+from incseg.presets import default_preset, preset_for
 from incseg.settings import Affects, changed_values, names_affecting, setting
 from incseg.types import UserError
 
@@ -242,7 +242,8 @@ def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
     usual = {**RunConfig(preset=preset).as_dict(), "method": {"name": method}}
     if method in METHODS:
         usual["method"] |= dataclasses.asdict(METHODS[method].Config())
-    for key, value in (preset_for(preset, method) if preset in PRESETS else {}).items():
+    from_outside = ":" in preset  # the settings that a dataset from outside brings, which is not imported either
+    for key, value in ({} if from_outside else preset_for(preset, method)).items():
         usual[key] = {**usual[key], **value} if isinstance(value, dict) else value
     return usual
 
