@@ -75,7 +75,7 @@ os._exit(code)  # gloo's threads may abort at the end of a process whose peer ha
     assert [process.returncode for process in processes] == [2, 2], main_errors + other_errors
     assert main_errors.startswith("error: no VOC2012")
     assert main_errors.count("\n") == 1
-    assert other_errors == "error: the main process of this run has stopped; its own error tells why\n"
+    assert other_errors == "error: the main process of this run has stopped; see its own error\n"
     assert "run folder:" in main_out
     assert other_out == ""
     for step, row in enumerate(rows_of(config.folder)):
