@@ -172,21 +172,26 @@ def _run_strips(
     wide_gradient = torch.zeros_like(student_up.wide) if with_gradient else None
     rows = _rows_per_strip(logits, width)
 
-    sums: Tensor | None = None
-    for start in range(0, height, rows):
-        stop = min(start + rows, height)
+    held: list[Tensor] = []
+
+    def terms_of(start: int, stop: int) -> Tensor:
+        """Everything of a strip dies with this call but its gradient, so that the next finds its memory free. With
+        nothing held, the allocator would give memory back to the system and ask for it again."""
         teacher_strip = teacher_up.strip(start, stop) if teacher_up is not None else None
         strip = student_up.strip(start, stop).requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             named = loss(strip, labels[:, start:stop], teacher_strip)
-            names[:] = named
             terms = torch.stack([term.scalar(batch, in_strips=True) for term in named.values()])
+        names[:] = named
         if wide_gradient is not None and terms.requires_grad:
             (gradient,) = torch.autograd.grad(terms, strip, torch.ones_like(terms) if weights is None else weights)
             student_up.add_gradient(wide_gradient, gradient, start, stop)
-        sums = terms.detach() if sums is None else sums + terms.detach()
-        del named, terms  # they hold the graph, and with it all that autograd saved of the strip
-    assert sums is not None
+            held[:] = [gradient]
+        return terms.detach()
+
+    sums = terms_of(0, min(rows, height))
+    for start in range(rows, height, rows):
+        sums = sums + terms_of(start, min(start + rows, height))
     return sums, student_up.finish_gradient(wide_gradient) if wide_gradient is not None else None
 
 
