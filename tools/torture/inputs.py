@@ -744,27 +744,27 @@ def _model_files() -> dict[str, tuple[Callable[[], bytes], str]]:
                 tensor.fill_(float("nan"))
 
     return {
-        "nothing": (lambda: b"", "no safetensors"),
-        "seven bytes": (lambda: b"1234567", "no safetensors"),
-        "text": (lambda: b"hello " * 100, "no safetensors"),
-        "cut in the header": (lambda: whole()[:100], "no safetensors"),
-        "cut in the tensors": (lambda: whole()[:-100], "no safetensors"),
-        "bytes behind its end": (lambda: whole() + b"more", "no safetensors"),
+        "nothing": (lambda: b"", "not a safetensors file"),
+        "seven bytes": (lambda: b"1234567", "not a safetensors file"),
+        "text": (lambda: b"hello " * 100, "not a safetensors file"),
+        "cut in the header": (lambda: whole()[:100], "not a safetensors file"),
+        "cut in the tensors": (lambda: whole()[:-100], "not a safetensors file"),
+        "bytes behind its end": (lambda: whole() + b"more", "not a safetensors file"),
         "a pickle": (lambda: pickled(Path("/nowhere/made")), "is a pickle"),
-        "a header of 2⁶³ bytes": (lambda: safetensors_with_header({}, length=2**63), "no safetensors"),
-        "a header of 200 MB": (lambda: safetensors_with_header({}, bytes(10), 200 * 10**6), "no safetensors"),
-        "a header that is a list": (lambda: safetensors_with_header([1, 2]), "no safetensors"),
+        "a header of 2⁶³ bytes": (lambda: safetensors_with_header({}, length=2**63), "not a safetensors file"),
+        "a header of 200 MB": (lambda: safetensors_with_header({}, bytes(10), 200 * 10**6), "not a safetensors file"),
+        "a header that is a list": (lambda: safetensors_with_header([1, 2]), "not a safetensors file"),
         "tensors that overlap": (
             lambda: safetensors_with_header(
                 {n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}, bytes(8)
             ),
-            "no safetensors|not an incseg model",
+            "not a safetensors file|not an incseg model",
         ),
         "a tensor of 2⁶⁰ numbers": (
             lambda: safetensors_with_header(
                 {"a": {"dtype": "F32", "shape": [2**60], "data_offsets": [0, 8]}}, bytes(8)
             ),
-            "no safetensors",
+            "not a safetensors file",
         ),
         "someone else's tensors": (lambda: safetensors_with_header({}), "not an incseg model"),
         "a future version": (_changed_model(format_version="2"), "newer incseg"),
