@@ -419,7 +419,7 @@ def _configs() -> dict[str, tuple[bytes, str]]:
     )
     merges = "m0: &m0 {a: 1}\n" + "".join(f"m{i + 1}: &m{i + 1} {{<<: [*m{i}, *m{i}, *m{i}]}}\n" for i in range(20))
     return {
-        "as it is": (yaml.safe_dump(_plain_config()).encode(), "no such file|no folder"),
+        "as it is": (yaml.safe_dump(_plain_config()).encode(), "no such file|no folder|does not exist"),
         "unknown key": (b"train: {epochz: 3}\n", r"unknown setting 'train\.epochz'; did you mean train\.epochs"),
         "unknown group": (b"trian: {epochs: 3}\n", "unknown setting 'trian.epochs'; did you mean"),
         "unknown option of a method": (b"method: {name: mib, lamda: 3}\n", "unknown setting 'method.lamda'"),
@@ -461,7 +461,10 @@ def _configs() -> dict[str, tuple[bytes, str]]:
         "python/object/new": (b"task: !!python/object/new:os.system ['touch made']\n", "no valid YAML"),
         "python/module": (b"task: !!python/module:os\n", "no valid YAML"),
         "a negative seed": (b"seed: -1\n", "seed is -1"),
-        "a key twice": (b"seed: 1\nseed: 2\ndata: {name: folder, root: /nowhere}\n", "seed|no such|no folder"),
+        "a key twice": (
+            b"seed: 1\nseed: 2\ndata: {name: folder, root: /nowhere}\n",
+            "seed|no such|no folder|does not exist",
+        ),
     }
 
 
@@ -613,9 +616,12 @@ def _command_lines() -> dict[str, tuple[list[str], str]]:
         "import of nothing": (["import", "/nowhere", "--classes", "cat", "--out", "out"], "no such file"),
         "import of an image": (["import", "one.png", "--classes", "cat", "--out", "out"], "one.png"),
         "extend of nothing": (["extend", "/nowhere", "--out", "out"], "does not exist"),
-        "extend without data": (["extend", "MODEL", "--root", "/nowhere", "--out", "out"], "no such file|no folder"),
+        "extend without data": (
+            ["extend", "MODEL", "--root", "/nowhere", "--out", "out"],
+            "no such file|no folder|does not exist",
+        ),
         "a sweep of nothing": (["sweep", "--out", "out", "--spec", "/nowhere"], "cannot be read"),
-        "a sweep of an image": (["sweep", "--out", "out", "--spec", "one.png"], "no valid YAML"),
+        "a sweep of an image": (["sweep", "--out", "out", "--spec", "one.png"], "not valid YAML"),
         "a sweep of what is not": (["sweep", "--out", "out", "--method", "mib,nothing", "--list"], "nothing"),
         "the state of no sweep": (["sweep", "status", "/nowhere"], "/nowhere"),
         "doctor with a word too many": (["doctor", "please"], "please"),
@@ -767,7 +773,7 @@ def _model_files() -> dict[str, tuple[Callable[[], bytes], str]]:
             "not a safetensors file",
         ),
         "someone else's tensors": (lambda: safetensors_with_header({}), "not an incseg model"),
-        "a future version": (_changed_model(format_version="2"), "newer incseg"),
+        "a future version": (_changed_model(format_version="99"), "newer incseg"),
         "a version of 5000 digits": (_changed_model(format_version="9" * 5000), "version|newer"),
         "a version that is no number": (_changed_model(format_version="²"), "version"),
         "no format": (_changed_model(format=None), "not an incseg model"),

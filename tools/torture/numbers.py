@@ -95,12 +95,12 @@ def _poison_inputs(value: float, step: int, iteration: int) -> None:
 
     update = Trainer._update
 
-    def poisoned(self: Trainer, wrapped: Any, teacher: Any, optimizer: Any, scaler: Any, inputs: torch.Tensor,
-                 labels: Any, of: Any, at: int) -> dict[str, float]:  # fmt: skip
+    def poisoned(self: Trainer, wrapped: Any, teacher: Any, optimizer: Any, scaler: Any, batch: Any, of: Any,
+                 at: int) -> Any:  # fmt: skip
         if (of.index, at) == (step, iteration):
-            inputs = inputs.clone()
-            inputs[0, 0, :3, :3] = value
-        return update(self, wrapped, teacher, optimizer, scaler, inputs, labels, of, at)
+            batch.inputs = batch.inputs.clone()
+            batch.inputs[0, 0, :3, :3] = value
+        return update(self, wrapped, teacher, optimizer, scaler, batch, of, at)
 
     Trainer._update = poisoned  # type: ignore[method-assign]
 
