@@ -11,6 +11,7 @@ import yaml
 from small_runs import Interrupting, assert_same_run, small_config
 from test_steps import reused
 
+from incseg.cli import main
 from incseg.config import RunConfig, differing_settings, settings_affecting, training_recipe
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir, flatten
@@ -99,3 +100,10 @@ def test_steps_are_shared_by_what_settings_affect(tmp_path: Path, changes: dict[
     train(small_config(tmp_path / "first", **common))
     train(small_config(tmp_path / "second", **common, **changes))
     assert reused(tmp_path / "second") == shared
+
+
+def test_a_root_for_the_embedded_dataset_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A newcomer who leaves out --data folder must not train on shapes for minutes."""
+    assert main(["train", "--root", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "add --data folder" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

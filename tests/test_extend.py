@@ -476,7 +476,7 @@ def test_what_is_said_of_old_and_new_classes() -> None:
     weak = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "iou": 2.0}}}
     assert "bag is hardly found (IoU 2.0)" in in_words({**weak, "train_images": {"bag": 50}})[1]
     never = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "predicted": 0, "iou": 0.0}}}
-    assert "its objects may be too small" in in_words({**never, "train_images": {"bag": 50}})[1]
+    assert "only 4 held-back photographs show it" in in_words({**never, "train_images": {"bag": 50}})[1]
 
 
 def test_a_much_better_recipe_that_was_not_allowed_is_named() -> None:

@@ -59,6 +59,11 @@ FEW_IMAGES = 10
 def open_source(config: DataConfig) -> Source:
     options: dict[str, Any] = {}
     if config.name == "shapes":
+        if config.root is not None:
+            raise UserError(
+                f"root is {config.root}, but the dataset is shapes, which is embedded; for your own images add --data "
+                "folder, or leave --root out"
+            )
         options = {name: getattr(config, name) for name in ("seed", "train_size", "val_size", "image_size")}
     if config.name == OWN_PHOTOGRAPHS and config.classes_file:
         options = {"classes_file": config.classes_file}

@@ -419,7 +419,7 @@ def _configs() -> dict[str, tuple[bytes, str]]:
     )
     merges = "m0: &m0 {a: 1}\n" + "".join(f"m{i + 1}: &m{i + 1} {{<<: [*m{i}, *m{i}, *m{i}]}}\n" for i in range(20))
     return {
-        "as it is": (yaml.safe_dump(_plain_config()).encode(), "no such file|no folder|does not exist"),
+        "as it is": (yaml.safe_dump(_plain_config()).encode(), "does not exist"),
         "unknown key": (b"train: {epochz: 3}\n", r"unknown setting 'train\.epochz'; did you mean train\.epochs"),
         "unknown group": (b"trian: {epochs: 3}\n", "unknown setting 'trian.epochs'; did you mean"),
         "unknown option of a method": (b"method: {name: mib, lamda: 3}\n", "unknown setting 'method.lamda'"),
@@ -463,7 +463,7 @@ def _configs() -> dict[str, tuple[bytes, str]]:
         "a negative seed": (b"seed: -1\n", "seed is -1"),
         "a key twice": (
             b"seed: 1\nseed: 2\ndata: {name: folder, root: /nowhere}\n",
-            "seed|no such|no folder|does not exist",
+            "seed|does not exist",
         ),
     }
 
@@ -618,7 +618,7 @@ def _command_lines() -> dict[str, tuple[list[str], str]]:
         "extend of nothing": (["extend", "/nowhere", "--out", "out"], "does not exist"),
         "extend without data": (
             ["extend", "MODEL", "--root", "/nowhere", "--out", "out"],
-            "no such file|no folder|does not exist",
+            "does not exist",
         ),
         "a sweep of nothing": (["sweep", "--out", "out", "--spec", "/nowhere"], "cannot be read"),
         "a sweep of an image": (["sweep", "--out", "out", "--spec", "one.png"], "not valid YAML"),

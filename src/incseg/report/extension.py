@@ -16,7 +16,9 @@ NOTICED = 0.001
 WORSE_BY = 2.0
 """Points of IoU that an old class must lose to be named."""
 FEW = 20
-"""Photographs of a class."""
+"""Photographs of a class to learn from."""
+FEW_TESTED = 5
+"""Held-back photographs of a class: an IoU over fewer says little."""
 MUCH_BETTER = 5.0
 """Points of mean IoU."""
 HARDLY = 5.0
@@ -95,9 +97,8 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
         return [f"old classes: {total:.1f} % of their pixels are labelled as before, and none got noticeably worse"]
     lines.insert(0, f"old classes: {total:.1f} % of their pixels are labelled as before")
     if 100 - total > MOST_LOST:
-        lines.append(
-            f"warning: more than {MOST_LOST:g} % of the old classes' pixels changed; --recipe gentle changes less"
-        )
+        gentler = "" if report.get("recipe") == "closed-form" else "; --recipe gentle changes less"
+        lines.append(f"warning: more than {MOST_LOST:g} % of the old classes' pixels changed{gentler}")
     return lines
 
 
@@ -135,8 +136,10 @@ def _of_the_new(report: dict[str, Any]) -> list[str]:
         learnt_from = train_images.get(name, 0)
         if learnt_from < FEW:
             advice = f"{learnt_from} photographs are few, so add some"
+        elif 0 < of_class["images"] < FEW_TESTED:
+            advice = f"only {of_class['images']} held-back photographs show it, so test it on others (incseg eval)"
         else:
-            advice = "its objects may be too small: try twice the --size, and look at its masks"
+            advice = "its objects may be too small or its masks wrong: look at the contact sheet"
         if of_class["predicted"] == 0:
             lines.append(f"warning: {name} is never predicted; {advice}")
         elif of_class["iou"] is not None and of_class["iou"] < HARDLY:
