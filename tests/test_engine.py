@@ -295,6 +295,16 @@ def test_other_inference_options_change_the_figures_and_nothing_on_disk(finished
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
+def test_quality_at_edges_is_measured_where_it_is_asked_for(finished: Path) -> None:
+    assert all("boundary" not in row for row in rows_of(finished))
+    row = evaluate(finished, overrides={"eval": EvalConfig(size=48, batch_size=3, workers=0, boundary=True)})
+    at_edges = row.pop("boundary")
+    assert row.items() <= rows_of(finished)[-1].items()
+    assert at_edges.keys() == {"iou", "within_3", "within_8"}
+    in_other_batches = EvalConfig(size=48, batch_size=8, workers=0, boundary=True)
+    assert evaluate(finished, overrides={"eval": in_other_batches})["boundary"] == at_edges
+
+
 def test_a_method_predicts_by_the_state_it_was_saved_with(tmp_path: Path) -> None:
     folder = run(small_config(tmp_path / "run", method={"name": "small_runs:Remembering"}, train={"epochs": 1}))
     assert evaluate(folder)["iou"] == rows_of(folder)[-1]["iou"]

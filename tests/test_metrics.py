@@ -1,29 +1,34 @@
-"""Metrics against naive references: confusion and IoU, the summary figures, the ranking by uncertainty."""
+"""Metrics against naive references: IoU, quality at edges, the summary figures, the ranking by uncertainty."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from incseg.metrics import (
     BINS,
+    boundary_counts,
+    boundary_iou,
     confusion_counts,
     expected_calibration_error,
     grouped_score_counts,
     iou,
     mean,
     median_scores,
+    near_boundary,
     pixel_accuracy,
     plop_average,
     ranking,
     reliability_counts,
     score_counts,
     summary,
+    trimap_counts,
 )
 from incseg.types import IGNORE, UNSEEN
 
@@ -297,3 +302,75 @@ def test_certainty_that_always_comes_true_has_no_calibration_error() -> None:
     assert expected_calibration_error(reliability_counts(ones, ones > 0, ones > 0)) == pytest.approx(0, abs=0.04)
     assert expected_calibration_error(reliability_counts(ones, ones < 0, ones > 0)) == pytest.approx(100, abs=0.04)
     assert expected_calibration_error(reliability_counts(ones, ones > 0, ones < 0)) is None
+
+
+def naive_band(labels: np.ndarray, distance: int, image_edge: bool) -> np.ndarray:
+    height, width = labels.shape
+    near = np.zeros(labels.shape, dtype=bool)
+    for y in range(height):
+        for x in range(width):
+            for other_y in range(y - distance, y + distance + 1):
+                for other_x in range(x - distance, x + distance + 1):
+                    if 0 <= other_y < height and 0 <= other_x < width:
+                        near[y, x] |= labels[other_y, other_x] != labels[y, x]
+                    else:
+                        near[y, x] |= image_edge
+    return near
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_pixels_near_a_boundary_by_a_naive_loop(seed: int, distance: int, image_edge: bool) -> None:
+    random = np.random.RandomState(seed)
+    labels = np.kron(random.randint(0, 3, (3, 4)), np.ones((3, 4), int))
+    found = near_boundary(torch.from_numpy(labels)[None], distance, image_edge)
+    assert np.array_equal(found[0].numpy(), naive_band(labels, distance, image_edge))
+
+
+def test_boundary_iou_by_a_naive_loop() -> None:
+    random = np.random.RandomState(0)
+    target = np.kron(random.randint(0, 3, (2, 6, 8)), np.ones((1, 10, 10), int))
+    predicted = np.roll(target, 1, axis=2)
+    target[:, 20:24] = IGNORE
+    both, shown, found = np.zeros(3), np.zeros(3), np.zeros(3)
+    for given_map, predicted_map in zip(target, predicted, strict=True):
+        valid = given_map != IGNORE
+        filled = np.where(valid, given_map, predicted_map)
+        bands = [naive_band(labels, 2, True) & valid for labels in (filled, predicted_map)]  # 2 % of a diagonal of 100
+        for label in range(3):
+            a, b = (bands[0] & (filled == label)), (bands[1] & (predicted_map == label))
+            both[label] += (a & b).sum()
+            shown[label] += a.sum()
+            found[label] += b.sum()
+    counts = boundary_counts(torch.from_numpy(predicted), torch.from_numpy(target), 3)
+    assert counts.tolist() == [both.tolist(), shown.tolist(), found.tolist()]
+    assert torch.allclose(boundary_iou(counts), torch.from_numpy(both / (shown + found - both)))
+
+
+def test_boundary_iou_of_a_perfect_prediction_is_one_whatever_the_void_rim() -> None:
+    target = torch.zeros(1, 40, 60, dtype=torch.uint8)
+    target[:, 10:30, 20:45] = 1
+    predicted = target.clone()
+    target[:, 8:12] = IGNORE
+    assert boundary_iou(boundary_counts(predicted, target, 2)).tolist() == [1, 1]
+    coarse = torch.zeros_like(predicted)
+    coarse[:, 7:33, 17:48] = 1
+    at_edges = boundary_iou(boundary_counts(coarse, target, 2))
+    everywhere = iou(confusion_counts(coarse, target, 2))
+    assert bool((at_edges < everywhere - 0.2).all())
+
+
+def test_a_trimap_counts_only_pixels_near_another_label() -> None:
+    target = torch.zeros(1, 20, 20, dtype=torch.uint8)
+    target[:, :, 10:] = 1
+    wrong_far_away = target.clone()
+    wrong_far_away[:, :, 0] = 1
+    three, eight = trimap_counts(wrong_far_away, target, 2)
+    assert three.sum() == 6 * 20
+    assert eight.sum() == 16 * 20
+    assert torch.equal(iou(three), torch.ones(2, dtype=torch.float64))
+    wrong_at_the_edge = target.clone()
+    wrong_at_the_edge[:, :, 9] = 1
+    three, eight = trimap_counts(wrong_at_the_edge, target, 2)
+    assert iou(three)[0] == pytest.approx(2 / 3)
+    assert iou(eight)[0] == pytest.approx(7 / 8)

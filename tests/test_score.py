@@ -64,6 +64,9 @@ def test_against_a_naive_count(model: Path, tmp_path: Path) -> None:
     assert {name: one["iou"] for name, one in found["classes"].items()} == wanted
     assert {name: one["images"] for name, one in found["classes"].items()} == images
     assert found["images"] == 3
+    shown = [one["boundary_iou"] for one in found["classes"].values() if one["images"]]
+    assert found["boundary_mean"] == pytest.approx(sum(shown) / len(shown), abs=0.01)
+    assert all(0 <= value <= 100 for value in shown)
 
 
 def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

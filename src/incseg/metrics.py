@@ -1,4 +1,4 @@
-"""Metrics: confusion and IoU, summaries of a run, forgetting, ranking by uncertainty, calibration.
+"""Metrics: confusion and IoU, quality at edges, summaries of a run, forgetting, ranking by uncertainty, calibration.
 
 Every metric is a pure function of integer counts that add up, so batches and processes do not change it.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.types import IGNORE
@@ -37,6 +38,70 @@ def iou(confusion: Tensor) -> Tensor:
 def pixel_accuracy(confusion: Tensor) -> float:
     """Return the share of counted pixels that are correct."""
     return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
+
+
+BOUNDARY_SHARE = 0.02
+"""Width of the band of boundary IoU, as a share of the image's diagonal (Cheng et al., 2021)."""
+TRIMAP_WIDTHS = (3, 8)
+"""Pixels to each side of a boundary that a trimap holds."""
+
+
+def boundary_counts(predicted: Tensor, target: Tensor, num_labels: int) -> Tensor:
+    """Return (3, num_labels) int64 counts for boundary IoU of (B, H, W) labels: both, target, predicted.
+
+    The band of a label is its pixels that are at most BOUNDARY_SHARE of the diagonal from its edge; the edge of the
+    image is an edge, too. A pixel counts as both where its label is the same and it lies in both bands. Void pixels
+    (target 255) are not counted and take the predicted label first, so that the width of a void rim does not matter.
+    """
+    valid = target != IGNORE
+    target = torch.where(valid, target, predicted)
+    height, width = target.shape[-2:]
+    distance = max(1, round(BOUNDARY_SHARE * math.hypot(height, width)))
+    shown, found = (near_boundary(labels, distance, image_edge=True) & valid for labels in (target, predicted))
+    both = shown & found & (target == predicted)
+    parts = (target[both], target[shown], predicted[found])
+    return torch.stack([torch.bincount(part.flatten(), minlength=num_labels) for part in parts])
+
+
+def boundary_iou(counts: Tensor) -> Tensor:
+    """Return the boundary IoU per label from `boundary_counts`; NaN where a label is neither shown nor predicted."""
+    both, target, predicted = counts.double()
+    return both / (target + predicted - both)
+
+
+def trimap_counts(predicted: Tensor, target: Tensor, num_labels: int) -> Tensor:
+    """Return (len(TRIMAP_WIDTHS), num_labels, num_labels): `confusion_counts` of the pixels near a boundary.
+
+    A pixel is near if another label, or void, is at most so many pixels away.
+    """
+    near = [near_boundary(target, width) for width in TRIMAP_WIDTHS]
+    return torch.stack([confusion_counts(predicted, torch.where(at, target, IGNORE), num_labels) for at in near])
+
+
+def near_boundary(labels: Tensor, distance: int, image_edge: bool = False) -> Tensor:
+    """Return where the square of `distance` pixels around a pixel of (B, H, W) labels holds another label.
+
+    With `image_edge` the outside of the image is another label. The time does not depend on the distance: changes
+    between neighbours are summed over squares by cumulative sums.
+    """
+    height, width = labels.shape[-2:]
+    rows, columns = (torch.arange(size, device=labels.device) for size in (height, width))
+    top, left = (rows - distance).clamp(min=0), (columns - distance).clamp(min=0)
+    bottom, right = (rows + distance).clamp(max=height - 1), (columns + distance).clamp(max=width - 1)
+    across = _sum_over(labels[:, :, 1:] != labels[:, :, :-1], top, bottom + 1, left, right)
+    down = _sum_over(labels[:, 1:] != labels[:, :-1], top, bottom, left, right + 1)
+    near = (across + down) > 0
+    if image_edge:
+        near |= ((rows < distance) | (rows >= height - distance)).unsqueeze(1)
+        near |= (columns < distance) | (columns >= width - distance)
+    return near
+
+
+def _sum_over(values: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return (B, H, W) sums of `values` over rows top ≤ y < bottom and columns left ≤ x < right of each pixel."""
+    sums = F.pad(values.to(torch.int32).cumsum(1, dtype=torch.int32).cumsum(2, dtype=torch.int32), (1, 0, 1, 0))
+    columns = sums[:, :, right] - sums[:, :, left]
+    return columns[:, bottom] - columns[:, top]
 
 
 FIGURES = ("base", "new", "all", "inc")

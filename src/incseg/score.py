@@ -18,12 +18,12 @@ from incseg.data.extended import folded
 from incseg.data.source import Source, Split
 from incseg.engine.progress import percent, show_progress
 from incseg.inference import Predictor
-from incseg.metrics import confusion_counts, iou
+from incseg.metrics import boundary_counts, boundary_iou, confusion_counts, iou
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 
 def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict[str, Any]:
-    """Return the IoU per class that both know, over all photographs of the splits together; for JSON.
+    """Return IoU and boundary IoU per class that both know, over all photographs of the splits together; for JSON.
 
     Classes of the dataset that the model does not know are background. A class that only the model knows has no IoU of
     its own; where it is predicted on an object of another class, it costs that one.
@@ -47,26 +47,32 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
         raise UserError(f"{source.info.name} has no photograph in {' and '.join(splits)}; choose another --split")
     num_labels = len(predictor.classes)
     confusion = torch.zeros(num_labels, num_labels, dtype=torch.int64)
+    at_edges = torch.zeros(3, num_labels, dtype=torch.int64)
     images = np.zeros(num_labels, dtype=np.int64)
     with show_progress("testing", len(pairs)) as advance:
         for split, index in pairs:
             photograph, mask = source.pair(split, index)
             target = table[mask]
-            found = predictor.predict(photograph).labels
-            confusion += confusion_counts(torch.from_numpy(found), torch.from_numpy(target), num_labels)
+            maps = torch.from_numpy(predictor.predict(photograph).labels)[None], torch.from_numpy(target)[None]
+            confusion += confusion_counts(*maps, num_labels)
+            at_edges += boundary_counts(*maps, num_labels)
             images += np.bincount(target.ravel(), minlength=256)[:num_labels] > 0
             advance()
-    shares = iou(confusion)
+    measures = {"iou": iou(confusion), "boundary_iou": boundary_iou(at_edges)}
     labels = [BACKGROUND, *shared] if source.info.has_background else [*shared]
-    classes = {
+    classes: dict[str, dict[str, Any]] = {
         predictor.classes[label]: {
             "images": int(images[label]),
-            "iou": round(100 * float(shares[label]), 2) if images[label] else None,
+            **{
+                name: round(100 * float(shares[label]), 2) if images[label] else None
+                for name, shares in measures.items()
+            },
         }
         for label in sorted(labels)
     }
-    known = [one["iou"] for one in classes.values() if one["iou"] is not None]
-    return {"images": len(pairs), "mean": round(sum(known) / len(known), 2) if known else None, "classes": classes}
+    shown = [one for one in classes.values() if one["images"]]
+    means = {name: round(sum(one[name] for one in shown) / len(shown), 2) if shown else None for name in measures}
+    return {"images": len(pairs), "mean": means["iou"], "boundary_mean": means["boundary_iou"], "classes": classes}
 
 
 def _some(names: Sequence[str]) -> str:
@@ -79,9 +85,10 @@ def score_table(found: dict[str, Any]) -> Table:
     table.add_column("class")
     table.add_column("photographs", justify="right")
     table.add_column("IoU", justify="right")
+    table.add_column("at edges", justify="right")
     for name, one in found["classes"].items():
-        table.add_row(Text(name), str(one["images"]), percent(one["iou"]))
+        table.add_row(Text(name), str(one["images"]), percent(one["iou"]), percent(one["boundary_iou"]))
     table.add_section()
     shown = sum(one["iou"] is not None for one in found["classes"].values())
-    table.add_row(f"mean of {shown}", "", percent(found["mean"]))
+    table.add_row(f"mean of {shown}", "", percent(found["mean"]), percent(found["boundary_mean"]))
     return table

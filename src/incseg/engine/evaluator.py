@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,13 +18,18 @@ from incseg.methods.base import Method
 from incseg.metrics import (
     BINS,
     FINE_BINS,
+    TRIMAP_WIDTHS,
+    boundary_counts,
+    boundary_iou,
     confusion_counts,
     expected_calibration_error,
     grouped_score_counts,
     iou,
+    mean,
     ranking,
     reliability_counts,
     summary,
+    trimap_counts,
 )
 from incseg.models.segmenter import Segmenter
 from incseg.outputs.softmax import normalised_entropy
@@ -40,11 +45,13 @@ class EvalConfig:
     Args:
         size: shorter side and centre crop of test images; 0 leaves them as they are, one at a time.
         batch_size: test images at once.
+        boundary: also measure quality at edges: boundary IoU, and IoU within 3 and 8 pixels of a boundary.
         workers: loader processes; empty for a choice by machine and data.
     """
 
     size: int = setting(512, affects="inference")
     batch_size: int = setting(8, affects="machine")
+    boundary: bool = setting(False, affects="inference")
     workers: int | None = setting(None, affects="machine")
 
     def __post_init__(self) -> None:
@@ -70,22 +77,29 @@ class Counts:
     confusion: (N+1, N+1) over the images that the rules count.
     scores:    (groups, scores, BINS) histograms over all images of SCORES at pixels of GROUPS.
     claims:    (claims, 2, FINE_BINS) `reliability_counts` of CLAIMS over the images that the rules count.
+    boundary:  (3, N+1) `boundary_counts` of these images; zero unless asked for.
+    trimaps:   (widths, N+1, N+1) `trimap_counts` of these images; zero unless asked for.
     """
 
     confusion: Tensor
     scores: Tensor
     claims: Tensor
+    boundary: Tensor
+    trimaps: Tensor
 
     @staticmethod
     def zero(num_labels: int, device: torch.device) -> Counts:
-        return Counts(
-            torch.zeros(num_labels, num_labels, dtype=torch.int64, device=device),
-            torch.zeros(len(GROUPS), len(SCORES), BINS, dtype=torch.int64, device=device),
-            torch.zeros(len(CLAIMS), 2, FINE_BINS, dtype=torch.int64, device=device),
+        shapes = (
+            (num_labels, num_labels),
+            (len(GROUPS), len(SCORES), BINS),
+            (len(CLAIMS), 2, FINE_BINS),
+            (3, num_labels),
+            (len(TRIMAP_WIDTHS), num_labels, num_labels),
         )
+        return Counts(*(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
 
     def reduce(self, runtime: Runtime) -> Counts:
-        return Counts(*(runtime.sum(part).cpu() for part in (self.confusion, self.scores, self.claims)))
+        return Counts(*(runtime.sum(getattr(self, part.name)).cpu() for part in fields(self)))
 
 
 @dataclass
@@ -125,6 +139,7 @@ class Evaluator:
                         f"step {step.index}: the model's scores are not finite, so its training has diverged; lower "
                         "the learning rate or set --train.clip 1, with another --out"
                     )
+                predicted, counted = [], []
                 for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
                     target = labels[:, rows]
                     first = -rows.start % SCORE_STRIDE
@@ -137,6 +152,12 @@ class Evaluator:
                     target = torch.where(in_matrix, target, IGNORE)
                     _count_claims(counts.claims, thinned, target[some])
                     counts.confusion += confusion_counts(found, target, model.num_classes + 1)
+                    predicted.append(found)
+                    counted.append(target)
+                if self.config.boundary:
+                    both = torch.cat(predicted, 1), torch.cat(counted, 1)
+                    counts.boundary += boundary_counts(*both, model.num_classes + 1)
+                    counts.trimaps += trimap_counts(*both, model.num_classes + 1)
                 advance(len(indices) * self.runtime.world)
         return counts.reduce(self.runtime)
 
@@ -196,6 +217,7 @@ def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: boo
     return {
         **summary(shares, _learnt_groups(protocol, step), has_background),
         "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
+        **({"boundary": _at_boundaries(counts, len(shares) - len(shown))} if counts.boundary.any() else {}),
         "calibration": {claim: expected_calibration_error(counts.claims[row]) for row, claim in enumerate(CLAIMS)},
         "unseen": {
             "from_background": ranked("background", "not_background") if has_background else None,
@@ -204,6 +226,14 @@ def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: boo
             "from_seen_by": {"background": told_by_background, **{by: ranked("seen", by) for by in others}},
         },
     }
+
+
+def _at_boundaries(counts: Counts, left_out: int) -> dict[str, float | None]:
+    """Return boundary IoU and the IoU of each trimap, means over the same labels as All, in percent."""
+    named = {"iou": boundary_iou(counts.boundary)}
+    named |= {f"within_{width}": iou(counts.trimaps[row]) for row, width in enumerate(TRIMAP_WIDTHS)}
+    means = {name: mean(values[left_out:].tolist()) for name, values in named.items()}
+    return {name: None if value is None else 100 * value for name, value in means.items()}
 
 
 def _learnt_groups(protocol: Protocol, step: Step) -> list[list[int]]:
