@@ -105,7 +105,7 @@ class Vanishing(Interrupting):
 
 
 @pytest.mark.parametrize(
-    ("gone", "said"), [(".", "was deleted or moved while this run"), ("steps/0", r"steps/0/row\.json has gone")]
+    ("gone", "said"), [(".", "was deleted or moved while this run"), ("steps/0", r"steps/0/row\.json is missing")]
 )
 def test_a_folder_that_vanishes_ends_the_run_with_a_line(tmp_path: Path, gone: str, said: str) -> None:
     config = small_config(tmp_path / "run", train={"epochs": 1, "checkpoint_seconds": 0.0})

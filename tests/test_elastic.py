@@ -115,7 +115,7 @@ def test_a_killed_process_costs_nothing(killed: str, whole: str, folder: Path) -
     assert Path(f"{run}.killed").exists()
     assert_same_run(folder / whole, run)
     said = (run / "log.txt").read_text()
-    assert "going on after step 0" in said
+    assert "resuming after step 0" in said
     assert said.count("step 0:") == 1
 
 

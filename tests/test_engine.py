@@ -241,7 +241,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     progress = json.loads(read_tensors(RunDir(folder).checkpoint)[1]["checkpoint"])["progress"]
     assert progress["iteration"] == 2
     assert main(argv) == 0
-    assert f"going on after step 0 in {folder}" in capsys.readouterr().out
+    assert f"resuming after step 0 in {folder}" in capsys.readouterr().out
     assert_same_run(finished_held, folder)
 
 
@@ -397,7 +397,7 @@ def test_a_damaged_checkpoint_is_named_and_the_step_begins_again(
     checkpoint.write_bytes(damage(checkpoint.read_bytes()))
     with listening() as shown:
         run(config)
-    assert re.search(r"checkpoint\.safetensors is damaged \(.*\); step 0 begins again", shown.getvalue())
+    assert re.search(r"checkpoint\.safetensors is damaged \(.*\); step 0 starts again", shown.getvalue())
     assert_same_run(finished, config.folder)
 
 

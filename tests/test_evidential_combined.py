@@ -137,8 +137,9 @@ def test_a_class_says_the_same_however_many_came_after_it() -> None:
     teacher[:, 3] = 1.5
     labels = torch.zeros(1, 1, 1, dtype=torch.uint8)
     assert probabilities([-9.0, -9.0, -9.0, 1.5])[0] > LIMIT > probabilities([1.5])[0]
-    sure = [method(pseudo_labels=LIMIT, scope=scope)._sure_labels(labels, teacher) for scope in ("increment", "seen")]
-    assert [int(found) for found in sure if found is not None] == [4, 0]
+    methods = [method(pseudo_labels=LIMIT, scope=scope) for scope in ("increment", "seen")]
+    found = [one._confident_labels(labels, teacher) for one in methods]
+    assert [int(labels) for labels in found if labels is not None] == [4, 0]
 
 
 def test_the_sizes_of_old_increments_survive() -> None:
@@ -221,7 +222,7 @@ def test_equal_maps_are_at_distance_zero_and_at_rest() -> None:
         ({"pseudo_labels": 0.0}, "pseudo_labels is 0.0; give a limit of u above 0 and up to 1"),
         ({"pseudo_labels": 1.5}, "pseudo_labels is 1.5"),
         ({"pod": -1.0}, "pod is -1.0; give a weight from 0"),
-        ({"replay": "web", "scope": "seen"}, "replay with scope seen would teach that old objects are background; set"),
+        ({"replay": "web", "scope": "seen"}, "replay with scope seen would train old objects as background; set"),
         ({"replay": "web", "generator": "a:b"}, "give one of the two"),
     ],
 )

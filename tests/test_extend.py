@@ -291,7 +291,7 @@ def test_a_softmax_model_goes_on_as_evidential_or_by_another_method(mine: Path, 
     assert [i.classes for i in model.increments] == [("triangle", "disc", "cross"), ("star",)]
     assert not model.model.background_output
     said = extended(start, mine, tmp_path / "ewc", "star", "--method", "ewc", "--train.epochs", "1")
-    assert "what ewc remembers of old classes is not beside the model; it begins without" in said
+    assert "the state of ewc (state.safetensors) is not beside the model; it starts without it" in said
     assert incseg.load(tmp_path / "ewc").model.num_outputs == 5
 
 
@@ -320,7 +320,7 @@ def test_without_held_out_images_the_training_images_tell(first: Path, mine: Pat
         (" , ", (), "no class was named"),
         ("star", ("--method", "mib"), "needs a background output"),
         ("star", ("--method", "joint"), "learns all classes at once"),
-        ("star", ("--method", "dkd"), "dkd extends only models of dkd"),
+        ("star", ("--method", "dkd"), "only dkd extends models of dkd"),
         ("star", ("--model.width", "8"), "model.width is 8.*has 16"),
         ("star", ("--train.epoch", "8"), "did you mean --train.epochs"),
         ("star", ("--step", "4"), "no finished step 4"),

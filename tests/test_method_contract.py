@@ -406,7 +406,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case: str, tmp_path: Path) ->
     last = len(rows_of(whole.folder)) - 1
     for step in range(last + 1):
         if step and case == "analytic":  # solved in one pass, which begins again
-            interrupt(parts, f"looking at step {step}", 1)
+            interrupt(parts, f"reading step {step}", 1)
             continue
         interrupt(parts, f"step {step}/{last}", 2)
         about = checkpoint_of(parts)

@@ -155,7 +155,7 @@ def test_generators_that_do_not_generate(generators: None, name: str, message: s
     ("options", "message"),
     [
         ({"replay": "a", "generator": "b:c"}, "replay is 'a' and generator 'b:c'; give one of the two"),
-        ({"replay": "a", "replay_images": 0}, "replay_images is 0; give the most images of a class, at least 1"),
+        ({"replay": "a", "replay_images": 0}, "replay_images is 0; it must be at least 1"),
         ({"helper_epochs": -1}, "helper_epochs is -1 and helper_lr 0.01; both must be at least 0"),
     ],
 )
@@ -520,7 +520,7 @@ def test_replay_matters(web: str, tmp_path: Path) -> None:
             with listening() as shown:
                 train(config)
             losses.append(rows_of(config.folder)[-1]["losses"])
-            told = "recall has nothing to replay: in-painting only" in shown.getvalue()
+            told = "recall has no replay images and only fills in background" in shown.getvalue()
             assert told == (name == "recall" and source is None)
     assert losses[0] != losses[1]
     assert losses[2] != losses[3]

@@ -48,7 +48,7 @@ class Progress:
     spike_at: int | None = None
 
     def add(self, terms: dict[str, float], norm: float, starts_epoch: bool) -> None:
-        """Count an update by a gradient of this norm, which is not finite where float16 overflowed and the update was
+        """Count an update with a gradient of this norm. If it is not finite, float16 overflowed: the update was
         skipped."""
         if starts_epoch:
             self.loss_sums, self.losses_summed = {}, 0
@@ -78,7 +78,7 @@ def save_checkpoint(
     path: Path, step: int, progress: Progress, model: nn.Module, optimizer: torch.optim.SGD,
     scaler: torch.amp.GradScaler, method: Method,
 ) -> None:  # fmt: skip
-    """Save model, momentum, method and random generator as they are after `progress` in `step`."""
+    """Save the state of model, momentum, method and random generator at this progress of `step`."""
     tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in _trained(model):
         momentum = optimizer.state[parameter].get("momentum_buffer")
@@ -96,9 +96,9 @@ def load_checkpoint(
     path: Path, step: int, model: nn.Module, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler, method: Method,
     runtime: Runtime,
 ) -> Progress:  # fmt: skip
-    """Load the checkpoint of `step`, or return a fresh `Progress` if there is none.
+    """Load the checkpoint of `step`, or return a new `Progress` if there is none.
 
-    A damaged checkpoint counts as none: the step then begins again and ends with the same model.
+    If the checkpoint is damaged, the step starts again and ends with the same model.
     """
     if not path.exists():
         return Progress()
@@ -107,11 +107,11 @@ def load_checkpoint(
     except UserError as error:
         if not isinstance(error.__cause__, SafetensorError):
             raise
-        log.info(f"{path} is damaged ({error.__cause__}); step {step} begins again")
+        log.info(f"{path} is damaged ({error.__cause__}); step {step} starts again")
         return Progress()
     about = json.loads(metadata.get("checkpoint", "{}"))
     if about.get("step") != step:
-        return Progress()  # left behind by a step that has finished since
+        return Progress()  # of an earlier step, which is finished
     groups: dict[str, dict[str, Tensor]] = {"model": {}, "momentum": {}, "method": {}, "generator": {}}
     for name, tensor in tensors.items():
         group, _, rest = name.partition(".")
@@ -119,7 +119,7 @@ def load_checkpoint(
     try:
         model.load_state_dict(groups["model"])
     except RuntimeError as error:
-        raise UserError(f"{path} does not fit this model; delete it to begin step {step} again") from error
+        raise UserError(f"{path} does not fit this model; delete it to start step {step} again") from error
     for name, parameter in _trained(model):
         if name in groups["momentum"]:
             optimizer.state[parameter]["momentum_buffer"] = groups["momentum"][name].to(parameter.device)
@@ -134,10 +134,10 @@ def load_checkpoint(
 
 @dataclass
 class SavedStep:
-    """A finished step: its model, the state of its method, and how it was trained.
+    """A finished step: its model, the state of its method, and its training progress.
 
-    about:  the metadata of the model file.
-    origin: the run folder or file that it comes from.
+    about:  metadata of the model file.
+    origin: run folder or file that the step comes from.
     """
 
     model: Segmenter
@@ -147,14 +147,14 @@ class SavedStep:
     origin: str = ""
 
     def restore(self, method: Method, device: torch.device) -> Segmenter:
-        """Load the state into the method and return the model, on the device."""
+        """Load the state into the method and return the model on the device."""
         if self.state:
             method.load_state(_moved(self.state, device))
         return self.model.to(device)
 
 
 def load_step(file: Path) -> SavedStep:
-    """Load a finished step: a model file, and the state of its method from the file beside it."""
+    """Load a finished step: a model file and, from the file beside it, the state of its method."""
     model, about = load_segmenter(file)
     return SavedStep(model, read_tensors(file.with_name(STATE_FILE))[0], about, origin=str(file))
 

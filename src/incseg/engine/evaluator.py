@@ -1,4 +1,4 @@
-"""One pass over the test images: integer counts out, figures from the counts."""
+"""The test of a model: one pass over the test images gives integer counts, and these give the figures."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class EvalConfig:
     """How models are tested.
 
     Args:
-        size: shorter side and centre crop of test images; 0 leaves them as they are, one at a time.
-        batch_size: test images at once.
+        size: shorter side and centre crop of test images; 0 tests images at their own size, one at a time.
+        batch_size: test images per batch.
         boundary: also measure quality at edges: boundary IoU, and IoU within 3 and 8 pixels of a boundary.
         workers: loader processes; empty for a choice by machine and data.
     """
@@ -65,14 +65,14 @@ GROUPS = ("background", "seen", "unseen")
 SCORES = ("not_background", "uncertainty", "entropy", "not_strongest")
 """1 − P(background), the method's own uncertainty, the entropy of its probabilities, 1 − their maximum."""
 CLAIMS = ("strongest", "background")
-"""The probability of the most probable label, and that of background: each should come true as often as it says."""
+"""The probability of the most probable label, and that of background. Calibration compares them with frequencies."""
 SCORE_STRIDE = 2
-"""Every N-th pixel in both directions is ranked: neighbours are alike, and probabilities are expensive."""
+"""Every N-th pixel in both directions is ranked: neighbours are similar, and probabilities are expensive."""
 
 
 @dataclass
 class Counts:
-    """Everything an evaluation counts; adds up over batches and processes.
+    """The counts of an evaluation. They add up over batches and processes.
 
     confusion: (N+1, N+1) over the images that the rules count.
     scores:    (groups, scores, BINS) histograms over all images of SCORES at pixels of GROUPS.
@@ -104,10 +104,10 @@ class Counts:
 
 @dataclass
 class Evaluator:
-    """The test set of a protocol, ready to be shown to any of its models.
+    """The test set of a protocol, for any of its models.
 
-    counted: for each step, which of the images the label rules let into its confusion matrix; the uncertainty
-             is counted on all.
+    counted: for each step, whether the label rules count an image in the confusion matrix. Uncertainty is counted on
+             all images.
     """
 
     protocol: Protocol
@@ -116,11 +116,11 @@ class Evaluator:
     config: EvalConfig
     runtime: Runtime
     unshown_is_zero: bool = True
-    """Whether a class that is predicted and that no test image shows has an IoU of 0, or none."""
+    """Whether a class that is predicted but shown by no test image has an IoU of 0; otherwise it has none."""
 
     @torch.no_grad()
     def count(self, model: Segmenter, method: Method, step: Step) -> Counts:
-        """Predict every image at the size of its labels, by the method's own rule, and count."""
+        """Predict every image at the size of its labels by the method's decision rule, and count."""
         model.eval()
         device = self.runtime.device
         counts = Counts.zero(model.num_classes + 1, device)
@@ -162,7 +162,7 @@ class Evaluator:
         return counts.reduce(self.runtime)
 
     def figures(self, counts: Counts, step: Step) -> dict[str, Any]:
-        """What a row says of a model: image count, Base / New / All / Inc, IoU per class, ranking by uncertainty."""
+        """Return the figures of a row: test images, Base / New / All / Inc, IoU per class, ranking by uncertainty."""
         return {
             "test_images": sum(self.counted[step.index]),
             **figures(counts, self.protocol, step, self.unshown_is_zero),
@@ -197,8 +197,9 @@ def _count_claims(counts: Tensor, prediction: Prediction, target: Tensor) -> Non
 
 
 def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: bool = True) -> dict[str, Any]:
-    """Base / New / All / Inc in percent, IoU per class, and how well classes not learnt yet are told apart:
-    from true background by 1 − P(background), from seen classes by the uncertainty; and both by entropy and maximum."""
+    """Return Base / New / All / Inc in percent, IoU per class, calibration, and how well classes not learnt yet are
+    detected: against background by 1 − P(background), against seen classes by the uncertainty, and both by entropy and
+    maximum."""
     found = iou(counts.confusion)
     if not unshown_is_zero:
         found[counts.confusion.sum(1) == 0] = math.nan
@@ -213,7 +214,7 @@ def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: boo
 
     others = ("entropy", "not_strongest")
     _, seen, unseen = counts.scores[:, SCORES.index("not_background")].flip(-1)  # bins are symmetric: P(background)
-    told_by_background = ranking(unseen, seen) if has_background else None
+    by_background = ranking(unseen, seen) if has_background else None
     return {
         **summary(shares, _learnt_groups(protocol, step), has_background),
         "iou": {name: None if math.isnan(share) else 100 * share for name, share in shown},
@@ -223,7 +224,7 @@ def figures(counts: Counts, protocol: Protocol, step: Step, unshown_is_zero: boo
             "from_background": ranked("background", "not_background") if has_background else None,
             "from_seen": ranked("seen", "uncertainty"),
             "from_background_by": {by: ranked("background", by) if has_background else None for by in others},
-            "from_seen_by": {"background": told_by_background, **{by: ranked("seen", by) for by in others}},
+            "from_seen_by": {"background": by_background, **{by: ranked("seen", by) for by in others}},
         },
     }
 
@@ -237,7 +238,7 @@ def _at_boundaries(counts: Counts, left_out: int) -> dict[str, float | None]:
 
 
 def _learnt_groups(protocol: Protocol, step: Step) -> list[list[int]]:
-    """The learnt labels of the task's increments, base first, as far as `step` knows them; also when learnt jointly."""
+    """Return the learnt labels of the task's increments that `step` knows, base first, also in joint training."""
     label_of = {dataset_id: label for label, dataset_id in enumerate(step.seen, start=1)}
     groups = [[label_of[i] for i in group if i in label_of] for group in protocol.groups]
     return [group for group in groups if group]

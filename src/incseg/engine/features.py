@@ -1,4 +1,4 @@
-"""Fill a feature store: run a frozen backbone once over a split."""
+"""Fill the feature cache: run a frozen backbone once over a split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from incseg.engine.runtime import Runtime
 from incseg.io import tensors_digest
 from incseg.models.segmenter import Segmenter
 
-_VERSION = 1  # of what the features are; raise it when the same key would give other numbers
+_VERSION = 1  # raise it when the same key would give other numbers
 _BATCH = 16
 _IDENTITY = np.arange(256, dtype=np.uint8)
 
@@ -33,12 +33,13 @@ def feature_store(
     root: Path, model: Segmenter, source: Source, split: Split, size: int,
     frame: tuple[int, int] | None = None, flips: bool = True,
 ) -> FeatureStore:  # fmt: skip
-    """The store of a split for a model's backbone at an input size, filled or not.
+    """Return the store of a split for a model's backbone at an input size, filled or not.
 
-    With a `frame` images are shown whole, else their centre. Without `flips` training images are not mirrored.
+    With a `frame`, whole images are stored, otherwise their centre. With `flips`, training images are also stored
+    mirrored.
 
-    Its key holds all that the maps depend on: the backbone's weights and structure, which stages, size and
-    preprocessing, and the dataset's content. Training images are stored both ways round.
+    The key of the store holds everything that the features depend on: weights and structure of the backbone, stages,
+    size, preprocessing, and the content of the dataset.
     """
     config, backbone = model.config, model.backbone
     key: dict[str, Any] = {
@@ -66,7 +67,7 @@ def feature_store(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Images of a store that a run will read, and the loader processes to make them with."""
+    """Images of a store that a run will read, and the number of loader processes to compute them with."""
 
     store: FeatureStore
     images: Iterable[int]
@@ -78,10 +79,10 @@ class Wanted:
 
 
 def fill(wanted: Sequence[Wanted], model: Segmenter, source: Source, runtime: Runtime) -> None:
-    """Compute the blocks that are missing or damaged, each process its share.
+    """Compute the blocks that are missing or damaged. Each process computes its share.
 
-    Afterwards this process has mapped its share, which may then be deleted while the run goes on. Raises
-    StoreUnwritable, in all processes alike, where one of them cannot write.
+    Afterwards this process has mapped its share, so the files may be deleted during the run. If one process cannot
+    write, all raise StoreUnwritable.
     """
     missing = [_checked(part, runtime) for part in wanted]
     unfinished = [(part, mine) for part, mine in zip(wanted, missing, strict=True) if runtime.any(bool(mine))]
@@ -103,7 +104,7 @@ def fill(wanted: Sequence[Wanted], model: Segmenter, source: Source, runtime: Ru
 
 
 def _checked(part: Wanted, runtime: Runtime) -> list[int]:
-    """The blocks of this process's share that are not there, or damaged."""
+    """Return the missing or damaged blocks of this process's share."""
     mine = runtime.share(part.store.blocks_of(part.images))
     with show_progress(f"checking the {part.name}", len(mine)) as advance:
         missing, _ = part.store.missing(mine, progress=lambda done, total: advance())
@@ -111,7 +112,7 @@ def _checked(part: Wanted, runtime: Runtime) -> list[int]:
 
 
 def _still_missing(store: FeatureStore, blocks: list[int]) -> list[int]:
-    """Another run may have made some of the blocks while we waited for it."""
+    """Return the blocks that another run has not made while this one waited for it."""
     missing, damaged = store.missing(blocks)
     if damaged:
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
@@ -120,14 +121,14 @@ def _still_missing(store: FeatureStore, blocks: list[int]) -> list[int]:
 
 
 def _total(store: FeatureStore, blocks: list[int], runtime: Runtime) -> int:
-    """Images to be made by all processes."""
+    """Return the number of images that all processes must compute."""
     return int(runtime.sum(torch.tensor(sum(len(store.images_of(block)) for block in blocks))))
 
 
 def _computed(
     part: Wanted, blocks: list[int], model: Segmenter, source: Source, runtime: Runtime, advance: Advance
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(block, maps, masks) of each of the blocks."""
+    """Yield (block, maps, masks) of each block."""
     store = part.store
     model.eval()
     transform = shown_at(store.layout.size, store.layout.frame, model.backbone.mean, model.backbone.std)
@@ -145,7 +146,7 @@ def _computed(
 
 @contextlib.contextmanager
 def _failing_together(runtime: Runtime) -> Iterator[None]:
-    """Where one process cannot write, all of them learn of it, and none waits for blocks that never come."""
+    """Raise StoreUnwritable in all processes if one cannot write, so that none waits for its blocks."""
     failed: OSError | None = None
     try:
         yield
@@ -158,7 +159,7 @@ def _failing_together(runtime: Runtime) -> Iterator[None]:
 
 @torch.no_grad()
 def _views(model: Segmenter, images: Tensor, flips: bool) -> np.ndarray:
-    """(images, views, values) float16: the images as they are, and mirrored."""
+    """Return (images, views, values) float16: features of the images and, with `flips`, of their mirror images."""
     images = images.contiguous(memory_format=torch.channels_last)  # a third less time for EfficientNet-Lite on a CPU
     shown = [images, images.flip(-1)] if flips else [images]
     views = []

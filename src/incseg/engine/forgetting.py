@@ -1,4 +1,4 @@
-"""Forgetting: what learning new classes did to the old ones. The model before and the one after see the same images."""
+"""Forgetting: compare the models before and after new classes were learnt, on the same images."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def measure_forgetting(
     folder: RunDir, step: Step, loaders: Loaders, method_settings: dict[str, Any], config: EvalConfig, runtime: Runtime,
     improved: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compare the models of step 0 and of `step`; what is found is saved in the run folder and measured once.
+    """Compare the models of step 0 and of `step`. The result is saved in the run folder and measured only once.
 
-    On the held-back images or, where the dataset has none, on the step's training images.
+    Compare on the held-back images or, if the dataset has none, on the step's training images.
 
-    improved: the model that was extended, where it knew some of the new classes already: step 0 has them no more.
+    improved: the model that was extended if it knew some of the new classes, which the model of step 0 does not.
     """
     digest = folder.row_digest(step.index)
     found = read_json(folder.forgetting) if folder.forgetting.exists() else {}
     if found.get("row_digest") != digest:
         models = [_saved(folder, index, method_settings, runtime) for index in (0, step.index)]
         extended = None
-        if improved:  # a model file may stand alone, without the state of its method
+        if improved:  # a model file may have no state of its method beside it
             extended = load_segmenter(improved)[0].to(runtime.device), build_method(method_settings)
         held_out = bool(loaders.test_images)
         if held_out:
             batches = loaders.testing(step, range(len(loaders.test_images)), config.batch_size if config.size else 1)
-        else:  # with all the labels that a test would have
+        else:  # with the labels of the test
             batches = loaders.plain(replace(step, train_table=step.test_table), config.batch_size)
         total = len(loaders.test_images) or len(loaders.train_images[step.index])
         compared = compare_models(models, with_progress(batches, "before and after", total), runtime, extended)
@@ -69,19 +69,20 @@ def compare_models(
     runtime: Runtime,
     extended: tuple[Segmenter, Method] | None = None,
 ) -> dict[str, Any]:
-    """Predict with the (model, method) before and after, on batches with all labels known to the one after; for JSON.
+    """Predict with the (model, method) before and after, and return the comparison as plain values.
 
-    classes: per old class the pixels that the model before gives it outside new objects; how many of them
-             the one after gives the same class, a new one (by name), or something else; and both IoUs where the masks
+    The batches have the labels of all classes that the model after knows; other classes are background.
+
+    classes: for each old class, the pixels that the model before gives it outside new objects; the numbers of these
+             that the model after gives the same class, a new one (by name) or another label; and both IoUs if the masks
              show the class.
-    new:     per new class the images and pixels that are labelled so, the pixels that are predicted so, and the IoU.
-             Of a class that the model `extended` knows already, also its IoU by that model, as iou_before.
-    Classes of the dataset that neither knows are background.
+    new:     for each new class, the images and pixels with its label, the pixels predicted as it, and its IoU. If the
+             model `extended` knows the class, also the IoU of that model, as iou_before.
     """
     (before, _), (after, _) = models
     names = _names(after)
     counted = zero_counts(after.num_classes, before.num_classes)
-    # the model that was extended has the same classes as the one after or fewer, in another order
+    # all classes of the extended model are among those of the model after, in another order
     known = _names(extended[0]) if extended else []
     labels_after = torch.tensor([BACKGROUND, *(names.index(name) + 1 for name in known)], device=runtime.device)
     models = [*models, *([extended] if extended else [])]
@@ -107,17 +108,17 @@ def _names(model: Segmenter) -> list[str]:
 
 
 MARGIN = 8
-"""Pixels around a new object, half a cell of the feature map, that belong to its border and say nothing of the old."""
+"""Width in pixels of the border of a new object, half a cell of the feature map. Old classes are not compared there."""
 
 
 @dataclass
 class Counted:
-    """Pixels by what the model before and the one after say of them.
+    """Pixel counts of the models before and after.
 
     moved:      (N+1, N+1) by the label before and the label after, outside new objects and a margin around them.
-    confusions: of both models, row = mask.
-    showing:    (N+1,) images that show each label.
-    extended:   confusions of the model that was extended, where it knew some of the new classes.
+    confusions: confusion matrices of both models, row = mask.
+    showing:    (N+1,) number of images that show each label.
+    extended:   confusion matrix of the model that was extended, if it knew some of the new classes.
     """
 
     num_old: int
@@ -133,8 +134,8 @@ class Counted:
             self.showing += (torch.bincount(one.flatten(), minlength=256)[: len(self.showing)] > 0).cpu()
 
     def add(self, before: Tensor, after: Tensor, labels: Tensor, near: Tensor) -> None:
-        """(B, H, W) learnt labels by both models, those of the masks, UNSEEN and IGNORE among them, and which pixels
-        are of new objects or near them."""
+        """Count (B, H, W) learnt labels by both models, the labels of the masks including UNSEEN and IGNORE, and
+        whether a pixel belongs to a new object or is near one."""
         num_labels = len(self.moved)
         target = torch.where(labels == UNSEEN, BACKGROUND, labels)
         self.moved += confusion_counts(after, torch.where(near, IGNORE, before), num_labels).cpu()
@@ -142,12 +143,12 @@ class Counted:
             confusion += confusion_counts(found, target, num_labels).cpu()
 
     def add_extended(self, found: Tensor, labels: Tensor) -> None:
-        """(B, H, W) labels by the model that was extended, and those of the masks."""
+        """Count (B, H, W) labels by the model that was extended, and the labels of the masks."""
         target = torch.where(labels == UNSEEN, BACKGROUND, labels)
         self.extended += confusion_counts(found, target, len(self.moved)).cpu()
 
     def summary(self, names: Sequence[str], known: Sequence[str] = ()) -> dict[str, Any]:
-        """Return plain values for JSON; `names` are those of the labels, 1 first, `known` those that were extended."""
+        """Return plain values. `names` are the names of the labels from 1, `known` those of the extended model."""
         labelled = self.confusions[0].sum(1)
         shares = [iou(confusion) for confusion in self.confusions]
         num_old, new = self.num_old, range(self.num_old + 1, len(names) + 1)
@@ -167,10 +168,10 @@ class Counted:
                 "iou": [percent(share, label) for share in shares] if labelled[label] else None,
             }
         rows = self.moved[1 : num_old + 1]
-        kept = int(rows[:, 1 : num_old + 1].diagonal().sum())
+        unchanged = int(rows[:, 1 : num_old + 1].diagonal().sum())
         return {
             "images": self.images,
-            **_shares(int(rows.sum()), kept, int(rows[:, num_old + 1 :].sum())),
+            **_shares(int(rows.sum()), unchanged, int(rows[:, num_old + 1 :].sum())),
             "classes": classes,
             "new": {
                 names[label - 1]: {
@@ -186,18 +187,19 @@ class Counted:
 
 
 def near_new_objects(labels: Tensor, num_old: int, margin: int) -> Tensor:
-    """(B, H, W) whether a pixel is void, of a class behind the first `num_old`, or at most `margin` pixels from one."""
+    """Return (B, H, W): whether a pixel is void, of a class after the first `num_old`, or within `margin` pixels of
+    one."""
     is_new = (labels > num_old) & (labels != UNSEEN) & (labels != IGNORE)
     wide = F.max_pool2d(is_new[:, None].float(), 2 * margin + 1, stride=1, padding=margin)[:, 0] > 0
     return wide | (labels == IGNORE)
 
 
 def zero_counts(num_classes: int, num_old: int) -> Counted:
-    """Nothing counted yet, of models with these numbers of classes after and before."""
+    """Return counts of zero for models with these numbers of classes after and before."""
     zero = torch.zeros(num_classes + 1, num_classes + 1, dtype=torch.int64)
     showing = torch.zeros(num_classes + 1, dtype=torch.int64)
     return Counted(num_old, zero, (zero.clone(), zero.clone()), showing, zero.clone())
 
 
-def _shares(pixels: int, kept: int, new: int) -> dict[str, Any]:
-    return {"pixels": pixels, "kept": kept, "became_new": new, "became_other": pixels - kept - new}
+def _shares(pixels: int, unchanged: int, new: int) -> dict[str, Any]:
+    return {"pixels": pixels, "kept": unchanged, "became_new": new, "became_other": pixels - unchanged - new}

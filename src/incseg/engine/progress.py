@@ -1,7 +1,7 @@
-"""What a person sees of a run: log lines, tables, and how far the work is.
+"""Console output of a run: log lines, tables and progress.
 
-Everything is logged by the logger "incseg". A `Screen` is its handler for people, and log.txt of the run folder gets
-the same lines. `show_progress` shows a bar on a terminal, and elsewhere logs a line now and then.
+All messages go to the logger "incseg". A `Screen` is its handler for the terminal; log.txt of the run folder gets the
+same lines. `show_progress` shows a bar on a terminal and elsewhere logs a line every 15 seconds.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ log.setLevel(logging.INFO)
 
 _LINE_SECONDS = 15.0
 ClassImages = Mapping[str, tuple[int, int]]
-"""For each class the training and test images that show it."""
+"""For each class, the number of training and of test images that show it."""
 
 
 class Advance(Protocol):
-    """Report that so much more is done."""
+    """Report that `amount` more is done."""
 
     def __call__(self, amount: int = 1, detail: str = "") -> None: ...
 
 
 @dataclass
 class Task:
-    """Work whose progress is shown: `done` of `total` things, `first` of them done before it began."""
+    """Work whose progress is shown: `done` of `total` items, `first` of them before it started."""
 
     what: str
     total: int
@@ -53,7 +53,7 @@ class Task:
 
 
 class Screen(logging.Handler):
-    """Shows log lines, tables and progress on a console, by default the terminal."""
+    """Show log lines, tables and progress on a console, by default the terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Screen(logging.Handler):
 def showing(screen: Screen | None = None) -> Iterator[None]:
     """Show log lines and progress on a screen, by default the terminal.
 
-    Inside another `showing`, the outer one stays as it is. Processes other than the first log nothing.
+    Inside another `showing`, do nothing. In processes other than the first, log nothing.
     """
     if not is_main_process():
         before, log.disabled = log.disabled, True
@@ -127,7 +127,7 @@ def showing(screen: Screen | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Append what is logged to a file."""
+    """Append log lines to a file."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
     with _handled_by(handler):
@@ -155,7 +155,7 @@ def _installed() -> Screen | None:
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show how far some work is: call what this yields with each part that is done."""
+    """Show the progress of some work: yield a function to call after each part."""
     screen = _installed()
     if screen is None or log.disabled:
         yield lambda amount=1, detail="": None
@@ -169,7 +169,7 @@ def show_progress(what: str, total: int, done: int = 0) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback (done, total) that shows progress; nothing is shown where it is never called."""
+    """Yield a callback (done, total) that shows progress. Nothing is shown before its first call."""
     with contextlib.ExitStack() as stack:
         advance: list[Advance] = []
 
@@ -182,7 +182,7 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def with_progress(batches: Iterable[Loaded], what: str, total: int) -> Iterator[Loaded]:
-    """Yield the batches, and show how many of their `total` images are done."""
+    """Yield the batches and show how many of their `total` images are done."""
     with show_progress(what, total) as advance:
         for batch in batches:
             yield batch
@@ -192,7 +192,7 @@ def with_progress(batches: Iterable[Loaded], what: str, total: int) -> Iterator[
 def log_rows(
     title: str, rows: list[dict[str, Any]], notes: Iterable[str], class_images: ClassImages | None = None
 ) -> None:
-    """Log the last row; on a screen, show a table of all, or with `class_images` one row per class of the last."""
+    """Log the last row. On a screen, show a table of all rows, or with `class_images` of the last one by class."""
     last = rows[-1]
     table = step_table(title, rows) if class_images is None else class_table(last, class_images)
     log.info(f"step {last['index']}: {figures_line(last)}", extra={"table": table, "notes": list(notes)})
@@ -209,7 +209,7 @@ def figures_line(figures: Mapping[str, Any]) -> str:
 
 
 def step_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Base / New / All / Inc after each step."""
+    """Return a table of Base / New / All / Inc after each step."""
     table = Table(title=Text(title), title_justify="left", header_style="bold")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("learns", overflow="fold")
@@ -224,7 +224,7 @@ def step_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def class_table(row: Mapping[str, Any], class_images: ClassImages) -> Table:
-    """One row per class: the photographs that show it, and its IoU on those that were not learnt from."""
+    """Return a table with one row per class: the photographs that show it, and its IoU on held-back ones."""
     table = Table(title=Text("IoU on held-back photographs"), title_justify="left", header_style="bold")
     table.add_column("class")
     for name in ("learnt from", "tested on", "IoU"):
@@ -236,7 +236,7 @@ def class_table(row: Mapping[str, Any], class_images: ClassImages) -> Table:
 
 
 def never_predicted(row: Mapping[str, Any], class_images: ClassImages) -> list[str]:
-    """A line for each class that the model was tested on and never found."""
+    """Return a warning for each class that the test shows and the model never predicts."""
     lines = []
     for name, share in row["iou"].items():
         trained, tested = class_images.get(name, (0, 0))

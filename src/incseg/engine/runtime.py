@@ -1,4 +1,4 @@
-"""Device, precision, processes and seeds: the only file that knows of ranks."""
+"""Device, precision, processes and seeds. Only this file uses ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from incseg.types import Inputs, UserError
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 _Made = TypeVar("_Made")
-_MEETING_SECONDS = 1800.0
+_RENDEZVOUS_SECONDS = 1800.0
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of glibc's mallopt."""
 
 
 class Runtime:
-    """One process of a run; alone or one of several started by torchrun."""
+    """One process of a run: the only one, or one of several started by torchrun."""
 
     def __init__(self, device: str = "auto", precision: Precision = "auto", threads: int | None = None) -> None:
         self.rank = _rank()
@@ -42,7 +42,7 @@ class Runtime:
         self.precision = _pick_precision(precision, self.device)
         self._owns_group = False
         if self.world > 1 and not dist.is_initialized():
-            store = dist.PrefixStore(*_meeting())
+            store = dist.PrefixStore(*_rendezvous())
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
             self._owns_group = True
@@ -69,7 +69,7 @@ class Runtime:
         return self.sum(tensor) / self.world
 
     def any(self, flag: bool) -> bool:
-        """Return whether any process raises the flag."""
+        """Return whether the flag is true in any process."""
         return flag if self.world == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def barrier(self) -> None:
@@ -77,7 +77,7 @@ class Runtime:
             dist.barrier()
 
     def main_first(self, make: Callable[[], _Made]) -> _Made:
-        """Let the main process make it, and fill caches, before the others do; where it fails, all of them end."""
+        """Call `make` in the main process first, which fills caches, then in the others. If it fails, all stop."""
         made, error = None, None
         if self.is_main:
             try:
@@ -89,13 +89,13 @@ class Runtime:
         return made if made is not None else make()
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all processes the main one's buffers: each counted running statistics of its own images."""
+        """Copy the main process's buffers to all: each process has running statistics of its own images."""
         if self.world > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """This process's part of a list; the parts of all processes make up the whole, each item once."""
+        """Return this process's part of a list. The parts of all processes together are the list."""
         return list(rows[self.rank :: self.world])
 
     def move(self, inputs: Inputs) -> Inputs:
@@ -105,7 +105,7 @@ class Runtime:
         return tuple(part.to(self.device, non_blocking=True) for part in inputs)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as it is called in training: gradients are averaged over processes."""
+        """Return the model to call in training, which averages gradients over processes."""
         if self.world == 1:
             return model
         if self.device.type == "cuda":
@@ -117,7 +117,8 @@ class Runtime:
         return wrapped
 
     def synced(self, wrapped: nn.Module, now: bool) -> AbstractContextManager[object]:
-        """Around a forward and backward pass: gradients are averaged over processes at its end, or only added up."""
+        """Return a context for a forward and backward pass. If `now`, gradients are averaged over processes at its end,
+        otherwise only added up."""
         if now or not isinstance(wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
         return wrapped.no_sync()
@@ -131,7 +132,7 @@ class Runtime:
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
 
     def describe(self) -> dict[str, object]:
-        """Return what the environment file records."""
+        """Return the fields of the environment file."""
         return {
             "device": str(self.device),
             "processes": self.world,
@@ -141,12 +142,12 @@ class Runtime:
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use; macOS and Windows tell only how many there are."""
+    """Return the number of cores that this process may use; on macOS and Windows, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_main_process() -> bool:
-    """Return whether this is the only process, or the first of those that torchrun started."""
+    """Return whether this is the only process or the first one started by torchrun."""
     return _rank() == 0
 
 
@@ -179,10 +180,10 @@ def started(device: str, precision: Precision, threads: int | None) -> Iterator[
 
 
 def retain_freed_memory() -> bool:
-    """Let glibc's allocator hold on to up to 256 MB of freed memory; return whether it does.
+    """Let glibc's allocator retain up to 256 MB of freed memory; return whether it does.
 
-    A loss in strips frees and takes the same few megabytes hundreds of times. By default the allocator may give them
-    back to the system each time, and half of the loss's time goes into page faults. MALLOC_* of the environment wins.
+    A loss in strips frees and allocates the same few megabytes hundreds of times. By default the allocator may return
+    them to the system each time, and page faults take half of the time of the loss. MALLOC_* variables win.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return False
@@ -194,10 +195,10 @@ def retain_freed_memory() -> bool:
 
 
 def _mean_in_double(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of gradients over processes, whatever the order of the sum: three floats add up exactly in double.
+    """Return the mean of gradients over processes, summed in double, so that the order of the sum does not matter.
 
-    DDP arranges gradients anew after its first update, and with them the order in which they are added. A run that
-    goes on from a checkpoint has its first update elsewhere, and would end with other last digits.
+    DDP rearranges gradients after its first update, and so changes the order of the sum. A run resumed from a
+    checkpoint has its first update elsewhere, and would differ in the last digits.
     """
     gradients = bucket.buffer()
     sent = dist.all_reduce(gradients.double(), async_op=True)
@@ -205,31 +206,32 @@ def _mean_in_double(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return sent.get_future().then(lambda done: (done.value()[0] / dist.get_world_size()).to(gradients.dtype))
 
 
-def _meeting() -> tuple[str, dist.Store]:
-    """A name that no earlier start of these processes had, the same in all of them, and the store it is meant for.
+def _rendezvous() -> tuple[str, dist.Store]:
+    """Return a prefix for keys in the store that is new at every start and the same in all processes, and the store.
 
-    Where a process dies, torchrun starts all of them again, but its store goes on, and in it the addresses of those who
-    are gone: whoever reads one waits in vain. Its count of restarts is each node's own. So the first process gives the
-    name, and the others prove by a word of their own that they are of today.
+    If a process dies, torchrun restarts all of them with the same store, which still has the addresses of the dead
+    ones; a process that reads one waits forever. Each node counts its restarts on its own, so the count cannot serve
+    as a prefix. Instead the first process chooses the prefix and sends it to each other process under a random token
+    that the other chose at this start.
     """
     store, rank, world = next(rendezvous("env://"))
-    word = uuid.uuid4().hex
-    store.set(f"here/{rank}", word)
+    token = uuid.uuid4().hex
+    store.set(f"here/{rank}", token)
     if rank > 0:
-        name = store.get(f"name/{word}").decode()
-        store.set(f"{name}/{rank}", "")
-        return name, store
-    missing, deadline = set(range(1, world)), time.monotonic() + _MEETING_SECONDS
+        prefix = store.get(f"name/{token}").decode()
+        store.set(f"{prefix}/{rank}", "")
+        return prefix, store
+    missing, deadline = set(range(1, world)), time.monotonic() + _RENDEZVOUS_SECONDS
     while missing:
         for other in tuple(missing):
-            if store.check([f"{word}/{other}"]):
+            if store.check([f"{token}/{other}"]):
                 missing.remove(other)
             elif store.check([f"here/{other}"]):
-                store.set(f"name/{store.get(f'here/{other}').decode()}", word)
+                store.set(f"name/{store.get(f'here/{other}').decode()}", token)
         if time.monotonic() > deadline:
-            raise UserError(f"{len(missing)} of {world} processes have not come; see that all nodes were started")
+            raise UserError(f"{len(missing)} of {world} processes did not connect; check that all nodes were started")
         time.sleep(0.02)
-    return word, store
+    return token, store
 
 
 def _pick_device(name: str) -> torch.device:
@@ -246,13 +248,13 @@ def _pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError(
-                "device cuda was asked for, but torch sees no GPU; use --device cpu or a CUDA build of torch"
+                "device cuda was requested, but torch finds no GPU; use --device cpu or a CUDA build of torch"
             )
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         if device.index >= torch.cuda.device_count():
             raise UserError(
-                f"device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs; count from cuda:0, "
-                "and start no more processes than there are GPUs"
+                f"device {device} was requested, but torch finds {torch.cuda.device_count()} GPUs; count from cuda:0, "
+                "and start at most one process per GPU"
             )
         torch.cuda.set_device(device)
     return device

@@ -1,4 +1,4 @@
-"""The step cache: a step that the same recipe trained before is loaded from it, not trained again."""
+"""The step cache: a step that was trained before by the same recipe is loaded, not trained again."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from incseg.protocol import Step
 from incseg.types import UserError
 
 STEP_FILE = "step.json"
-"""How a cached step was trained; written last, so that an entry without it is not complete."""
+"""File with the training progress of a cached step. It is written last, so an entry without it is incomplete."""
 
 
 @dataclass
 class StepCache:
-    """A folder of trained steps, each under the digest of its recipe and of every step before it.
+    """A folder of trained steps, each under a digest of its recipe and those of all earlier steps.
 
-    root:   None turns the cache off.
-    recipe: step → what its training depends on, apart from classes and images: data, model, method, schedule, seed.
+    root:   folder of the cache; None turns the cache off.
+    recipe: step → everything its training depends on besides classes and images: data, model, method, schedule, seed.
     """
 
     root: Path | None
     recipe: Callable[[int], dict[str, Any]]
 
     def find(self, steps: Sequence[Step], images: Sequence[Sequence[int]]) -> SavedStep | None:
-        """Return the last of `steps`, if it is cached for these images and this recipe."""
+        """Return the last of `steps` if it is cached for these images and this recipe."""
         folder = self._folder(steps, images)
         if folder is None or not (folder / STEP_FILE).exists():
             return None
@@ -46,7 +46,7 @@ class StepCache:
             return None
 
     def add(self, steps: Sequence[Step], images: Sequence[Sequence[int]], run: RunDir, progress: Progress) -> None:
-        """Cache a step that `run` has just written. A full disk does not stop the run."""
+        """Add a step that `run` has just written. A full disk does not stop the run."""
         folder = self._folder(steps, images)
         if folder is None:
             return
@@ -70,7 +70,7 @@ class StepCache:
 
 
 def _link(file: Path, name: Path) -> None:
-    """Link a file to another name, or copy it where the disk has no links."""
+    """Make a hard link to a file, or a copy if the disk does not support links."""
     with replacing(name) as temporary:
         temporary.unlink()
         try:

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, where it is installed. They are a convenience and not part of the results."""
+"""Curves for TensorBoard, if it is installed. They are a convenience and not part of the results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from incseg.metrics import FIGURES
 class TensorBoard:
     """Write losses by epoch and the metrics of each step at its last epoch; epochs count over all steps.
 
-    Epochs that an interrupted run repeats are drawn twice, with the same numbers. A full disk ends the curves and not
-    the run. That is why torch's SummaryWriter is not used: it writes from a thread, and where the disk is full that
-    thread prints a traceback (measured with tensorboard 2.21); its buffer of up to two minutes is lost by kill -9.
+    Epochs that an interrupted run repeats are drawn twice, with the same numbers. A full disk ends the curves but not
+    the run. That is why torch's SummaryWriter is not used: it writes from a thread, which prints a traceback if the
+    disk is full (measured with tensorboard 2.21), and kill -9 loses up to two minutes of its buffer.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Take None as `folder` in processes that do not write."""
+        """`folder` is None in processes that do not write."""
         self._folder = folder
         self._stream: Any = None
 

@@ -1,4 +1,4 @@
-"""The one loop: for each step grow → fit → evaluate → write the row → save; the teacher is the model before."""
+"""The training loop: for each step grow → fit → evaluate → save → write the row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from incseg.types import Batch, Increment, Inputs, Output, UserError
 Fast = Literal["channels_last", "compile", "fused"]
 
 _SPIKE = 10.0
-"""A gradient of this many times the mean norm before it gets a warning. Harmless steps of VOC stay below 9."""
+"""Warn of a gradient norm above this many times the mean of the earlier ones. Normal steps on VOC stay below 9."""
 
 
 @dataclass
@@ -49,33 +49,33 @@ class TrainConfig:
         epochs: passes over the images of a step.
         epochs_later: passes in the steps after the first; empty for the same number.
         batch_size: images per update, over all processes.
-        accumulate: micro-batches that a process cuts its images of an update into, to need less memory; the update is
-            that of the whole batch but for the statistics of batch norms. Empty for one.
+        accumulate: micro-batches per update and process, to use less memory; only the statistics of batch norms differ
+            from those of the whole batch. Empty for one.
         lr: learning rate of step 0.
-        lr_later: learning rate of the steps after it.
-        momentum: of SGD, Nesterov's.
-        weight_decay: on all parameters.
-        power: of the schedule lr·(1 − iteration/total)^power.
-        frozen_later: what the steps after the first leave as they find it: nothing (the paper); statistics, those of
-            the batch norms, which would follow the step's own images; head, all but the classifiers; or model, all of
+        lr_later: learning rate of later steps.
+        momentum: Nesterov momentum of SGD.
+        weight_decay: weight decay of all parameters.
+        power: exponent of the schedule lr·(1 − iteration/total)^power.
+        frozen_later: parts of the model that later steps do not change: nothing (the paper); statistics of the batch
+            norms, which would otherwise adapt to the step's images; head, all but the classifiers; or model, all of
             it: the new classes then get a classifier only, or a head of their own (own_head).
-        own_head: where the whole model is frozen, give the classes of a later step a head of their own, which starts
-            as a copy of the first. The old classes' scores stay what they were, to the last bit.
-        calibrate: after a step that left the whole model frozen, shift the scores of its classes so that held-back
-            images are labelled best. Not for benchmarks: it looks at the images that the test counts.
+        own_head: with a frozen model, give the classes of a later step a head of their own, which starts as a copy of
+            the first. The scores of the old classes do not change at all.
+        calibrate: after a step with a frozen model, shift the scores of its classes to label held-back images best.
+            Not for benchmarks: it uses the images of the test.
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
-            becomes `crop` and the centre is taken, as in the test.
+            becomes `crop` and the centre is used, as in the test.
         label_stride: train against every N-th label in both directions; 1 is the full resolution.
         flip: mirror half of the images.
         clip: largest norm of the gradient; empty for no limit.
-        clip_later: the same in the steps after the first, where one image whose old objects were lost for a moment can
-            pull a hundred times as hard as the others; empty for the same as `clip`.
-        fast: of channels_last, compile and fused (the optimiser's update), those that are to save time on a GPU; the
-            last digits of a result change. Empty for none.
-        fusion: ewf fuses the model with the one before it at the end of every step after the first; empty for not.
+        clip_later: the same in later steps, where a single image can have a gradient a hundred times larger than the
+            others; empty for the same as `clip`.
+        fast: ways to save time on a GPU: channels_last, compile and fused (the optimiser's update); they change the
+            last digits of results. Empty for none.
+        fusion: ewf fuses the model with that of the previous step at the end of every later step; empty for none.
         workers: loader processes; empty for a choice by machine and data.
-        checkpoint_seconds: how much work an interruption may cost at most.
+        checkpoint_seconds: seconds between checkpoints, the most work that an interruption loses.
     """
 
     epochs: int = 30
@@ -123,9 +123,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"train.{name} is {value}; it must be above 0, or left out for no limit")
-
         if self.own_head and self.frozen_later != "model":
-            raise UserError("train.own_head is for train.frozen_later model; set both")
+            raise UserError("train.own_head needs train.frozen_later model; set both")
 
     def uses(self, way: Fast) -> bool:
         return way in (self.fast or ())
@@ -143,7 +142,7 @@ class TrainConfig:
 
 @dataclass
 class Trainer:
-    """Everything a run needs, as objects; `run` goes from where the run folder stands to the end."""
+    """The objects that a run needs; `run` resumes at the state of the run folder and goes to the end."""
 
     protocol: Protocol
     loaders: Loaders
@@ -160,24 +159,24 @@ class Trainer:
     """The metadata of the model files."""
     title: str = ""
     notes: Sequence[str] = ()
-    """What is printed above and below the table of steps."""
+    """Title of the table of steps, and the lines below it."""
     class_images: Mapping[str, tuple[int, int]] | None = None
-    """For a table with one row per class: the training and test images that show each."""
+    """Number of training and test images that show each class, for a table with one row per class."""
     warm_start: SavedStep | None = None
-    """Step 0, where it was learnt elsewhere."""
+    """Step 0, if the run starts from an existing model."""
 
     def run(self) -> dict[str, Any]:
         """Learn the steps that are not done yet and return the content of results.json."""
         if self.train.frozen_later == "model" and self.method.background_output:
             raise UserError(
-                "train.frozen_later is model, and this method cannot add classes to a model that stays as it is; use "
-                "evidential, or another value"
+                "train.frozen_later is model, and this method cannot add classes to a frozen model; use evidential, or "
+                "another value"
             )
         done = len(self.folder.steps_done())
         if done == len(self.protocol.steps):
             log.info(f"{self.folder.root} is finished; nothing is left to learn")
         elif done:
-            self._take_up(done - 1)
+            self._resume_after(done - 1)
         for step in self.protocol.steps[done:]:
             row = self._learn(step)
             if self.runtime.is_main:
@@ -185,14 +184,14 @@ class Trainer:
             self.runtime.barrier()
         return self._finish()
 
-    def _take_up(self, step: int) -> None:
+    def _resume_after(self, step: int) -> None:
         try:
             self.model = load_step(self.folder.model(step)).restore(self.method, self.runtime.device)
         except UserError as error:
             raise UserError(
                 f"{error}, or delete it and the row.json beside it, and the same command learns step {step} again"
             ) from error
-        log.info(f"going on after step {step} in {self.folder.root}")
+        log.info(f"resuming after step {step} in {self.folder.root}")
 
     def _learn(self, step: Step) -> dict[str, Any]:
         seed_everything(self.seed, step.index)
@@ -206,9 +205,9 @@ class Trainer:
                 )
             reused = self.cache.find(so_far, self.loaders.train_images)
             if self.cache.root is not None and self.runtime.any(reused is None):
-                reused = None  # another run may cache the step while our processes look: all reuse it, or all train
+                reused = None  # another run may cache the step meanwhile: all processes reuse it, or all train
             if reused is not None:
-                log.info(f"step {step.index} was trained before by the same recipe: reused from {reused.origin}")
+                log.info(f"step {step.index} was trained before by the same recipe and is reused from {reused.origin}")
         to_cache = reused is None
         if reused is not None:
             self.model, progress = reused.restore(self.method, self.runtime.device), reused.progress
@@ -240,9 +239,9 @@ class Trainer:
     def _train(self, step: Step) -> Progress:
         """Grow the model by the step's classes and fit it."""
         if step.index and self.train.frozen_later != "model":
-            self.model.drop_closed_form()  # it holds for the network as it is
+            self.model.drop_closed_form()  # it is valid only for the current network
         own_head = bool(step.index) and self.train.own_head
-        # A model that stays as it is needs no teacher: there is nothing to forget.
+        # A frozen model needs no teacher: it cannot forget.
         teacher = self.model.frozen_copy() if step.index and self.train.frozen_later != "model" else None
         head = len(self.model.heads) + 1 if own_head else 0
         self.model.grow(Increment(step.names, step.new, len(self.loaders.train_images[step.index]), head))
@@ -263,7 +262,7 @@ class Trainer:
         return progress
 
     def _solve(self, step: Step) -> Progress | None:
-        """Learn the step in closed form, by one pass over its images; None where the method does not."""
+        """Learn the step in closed form by one pass over its images; return None if the method does not."""
         started = time.monotonic()
         solved = self.method.solve(self._context(step, None))
         return Progress(seconds=time.monotonic() - started) if solved else None
@@ -290,7 +289,7 @@ class Trainer:
         return score_on_held_out(self.model, self.method, shown, self.runtime)
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
-        """Train the step, or the rest of it; Ctrl-C saves it first."""
+        """Train the step, or the rest of an interrupted one. Ctrl-C saves a checkpoint first."""
         epochs, base_lr, _ = self.train.for_step(step.index)
         compiled = self.train.uses("compile")
         wrapped = self.runtime.wrap(torch.compile(self.model) if compiled else self.model)  # type: ignore[arg-type]
@@ -351,7 +350,7 @@ class Trainer:
         if teacher is not None and progress.spike > _SPIKE and self.train.clip_of(step.index) is None:
             log.info(
                 f"step {step.index}: the gradient of update {progress.spike_at} was {progress.spike:.0f} times the "
-                "mean of those before it; such a spike can destroy an old class; --train.clip_later 1 limits it"
+                "mean of the earlier ones; such a spike can destroy an old class; --train.clip_later 1 limits it"
             )
         return progress
 
@@ -359,8 +358,10 @@ class Trainer:
         self, wrapped: nn.Module, teacher: Segmenter | None, optimizer: torch.optim.SGD, scaler: torch.amp.GradScaler,
         batch: Batch, step: Step, iteration: int,
     ) -> tuple[dict[str, float], float]:  # fmt: skip
-        """One optimiser update: the losses and the norm of their gradient; stops the run before it does harm if one of
-        them is not finite."""
+        """Make one optimiser update and return the losses and the norm of their gradient.
+
+        If a loss or the gradient is not finite, stop the run before the model changes.
+        """
         parts = self.method.extend(batch).parts(self.train.accumulate or 1)
         optimizer.zero_grad(set_to_none=True)
         if len(parts) > 1:
@@ -385,7 +386,7 @@ class Trainer:
             shown = ", ".join(f"{name} {value:g}" for name, value in terms.items())
             raise UserError(
                 f"step {step.index}, iteration {iteration}: the loss or its gradient is not finite ({shown}, gradient "
-                f"norm {norm:g}); the last good state is kept in {self.folder.root}; lower the learning rate or set "
+                f"norm {norm:g}); the last good state is saved in {self.folder.root}; lower the learning rate or set "
                 "--train.clip 1, with another --out"
             )
         scaler.step(optimizer)
@@ -393,7 +394,7 @@ class Trainer:
         return terms, norm
 
     def _forward(self, model: nn.Module, teacher: Segmenter | None, batch: Batch) -> tuple[Output, Output | None]:
-        """What the model says, and its teacher, which runs once and takes no gradient."""
+        """Return the outputs of the model and of its teacher, which has no gradient."""
         old: Output | None = None
         with self.runtime.autocast():
             if teacher is not None:
@@ -404,13 +405,13 @@ class Trainer:
     def _average(
         self, of: Callable[[Batch, Output, Output | None], Tensor], parts: list[Batch], teacher: Segmenter | None
     ) -> Tensor:
-        """The mean of a function of (batch, output, teacher's output) over all micro-batches of all processes."""
+        """Return the mean of a function of (batch, output, teacher's output) over all parts in all processes."""
         with torch.no_grad(), _buffers_unchanged(self.model):
             found = [of(part, *self._forward(self.model, teacher, part)) for part in parts]
         return self.runtime.mean(torch.stack(found).mean(0))
 
     def _to_batch(self, inputs: Inputs, labels: Tensor, images: Sequence[int], alone: bool = False) -> Batch:
-        """A batch on the device; its counts are the mean over all processes, or those of this one `alone`."""
+        """Return a batch on the device. Its counts are means over all processes, or with `alone` those of this one."""
         labels = labels.to(self.runtime.device, non_blocking=True)
         if self.train.uses("channels_last") and isinstance(inputs, Tensor):
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -418,7 +419,7 @@ class Trainer:
         return Batch(self.runtime.move(inputs), labels, counts if alone else self.runtime.mean(counts), images)
 
     def _inputs(self, images: Sequence[Image.Image]) -> Inputs:
-        """Photographs from elsewhere, as the loaders give them."""
+        """Return images from outside the dataset in the form that the loaders give."""
 
         def encode(pixels: Tensor) -> Inputs:
             return self.model.features(pixels.to(self.runtime.device))
@@ -428,17 +429,19 @@ class Trainer:
     def _order(self, step: Step, epochs: int, first: int) -> EpochOrder:
         size, world, parts = self.train.batch_size, self.runtime.world, self.train.accumulate or 1
         if size < world * parts:
-            asked = f"{world} processes" + (f" of {parts} micro-batches each" if parts > 1 else "")
-            raise UserError(f"train.batch_size is {size}, less than the {asked}; raise it, or ask for fewer")
+            needed = f"{world} processes" + (f" of {parts} micro-batches each" if parts > 1 else "")
+            raise UserError(f"train.batch_size is {size}, less than the {needed}; raise it, or use fewer")
         images = len(self.loaders.train_images[step.index])
         return EpochOrder(images, size, epochs, (self.seed, step.index), first, self.runtime.rank, world)
 
     def _plain_batches(self, step: Step, positions: Sequence[int] | None = None) -> Iterator[Batch]:
-        """The step's training images as the test would show them; all of them to every process, so that what a
-        method makes of them is the same in each. With `positions`, those that it asks for."""
+        """Yield the step's training images, prepared as in the test, or those at `positions`.
+
+        Every process gets all of them, so that a method computes the same from them in each.
+        """
         images = len(self.loaders.train_images[step.index] if positions is None else positions)
         loaded = self.loaders.plain(step, self.evaluator.config.batch_size, positions)
-        for inputs, labels, indices in with_progress(loaded, f"looking at step {step.index}", images):
+        for inputs, labels, indices in with_progress(loaded, f"reading step {step.index}", images):
             yield self._to_batch(inputs, labels, indices, alone=True)
 
     def _finish_step(self, step: Step, row: dict[str, Any]) -> None:
@@ -449,10 +452,10 @@ class Trainer:
         log_rows(self.title, self._rows(step.index + 1), self.notes, self.class_images)
 
     def _rows(self, done: int) -> list[dict[str, Any]]:
-        """Return the rows of so many finished steps."""
+        """Return the rows of the `done` finished steps."""
         rows = self.folder.rows()
         if len(rows) < done:
-            raise UserError(f"{self.folder.row(len(rows))} has gone; the same command learns step {len(rows)} again")
+            raise UserError(f"{self.folder.row(len(rows))} is missing; the same command learns step {len(rows)} again")
         return rows
 
     def _epochs_before(self, step: int) -> int:
@@ -479,7 +482,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _buffers_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the running statistics after a pass that only measures."""
+    """Restore the running statistics after the block."""
     before = [buffer.clone() for buffer in model.buffers()]
     yield
     for buffer, value in zip(model.buffers(), before, strict=True):
@@ -488,7 +491,7 @@ def _buffers_unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second acts as always."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets. The second one acts as usual."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

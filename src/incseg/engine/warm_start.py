@@ -1,4 +1,4 @@
-"""A warm start: a run begins with an existing model, and the classes that it knows are step 0."""
+"""Warm start: a run starts from an existing model, and the classes that the model knows are step 0."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from incseg.types import BACKGROUND, UserError
 class WarmStart:
     """A model ready to be extended by a method.
 
-    about:    what its file tells of its origin.
-    improved: classes that it knows and that the run improves; `model` has them no more.
+    about:    metadata of the model file.
+    improved: classes that the file knows and that the run learns further; they are removed from `model`.
     """
 
     file: Path
@@ -38,7 +38,7 @@ class WarmStart:
 
     @staticmethod
     def open(path: str, method: Method, method_name: str) -> WarmStart:
-        """Read a model, and convert it where the method needs that; a UserError where the method cannot extend it."""
+        """Read a model, and convert it if the method needs that. Raise a UserError if the method cannot extend it."""
         file = model_file(Path(path).expanduser())
         model, about = load_segmenter(file)
         trained_by = str((about.get("method") or {}).get("name"))
@@ -50,7 +50,7 @@ class WarmStart:
         if own_outputs and trained_by != method_name:
             own = method_name if method.own_outputs else trained_by
             raise UserError(
-                f"the model '{file}' is of {trained_by}; {own} extends only models of {own}, and only {own} does"
+                f"the model '{file}' was trained by {trained_by}; only {own} extends models of {own}, and no others"
             )
         if method.background_output and not model.background_output:
             raise UserError(
@@ -60,22 +60,23 @@ class WarmStart:
             converted = method.without_background_output(model)
             if converted is None:
                 raise UserError(
-                    f"method '{method_name}' has no use for the background output of the model '{file}'; use "
-                    f"evidential, for which it is converted, or {trained_by}"
+                    f"method '{method_name}' cannot use the background output of the model '{file}'; use evidential, "
+                    f"for which the model is converted, or {trained_by}"
                 )
             model = converted
         return WarmStart(file, model, about)
 
     def learn_further(self, task: str, ridge: float) -> list[str]:
-        """Make the classes of a task new again that were solved in closed form: their sums wait for more images.
+        """Remove the classes of a task that were solved in closed form, so that the run learns them from their sums and
+        more images. Return their names.
 
-        Returns their names. All other classes stay; one that was trained is not learnt further.
+        Classes that were trained by SGD are not learnt further.
         """
         solved = {name for increment in self.model.increments if increment.solved for name in increment.classes}
         named = [task] if task in solved else [name.strip() for name in task.split(",")]
         again = [name for name in named if name in solved]
         if again and len(again) == len(self.classes):
-            raise UserError(f"'{task}' names all classes of the model '{self.file}'; leave one that it keeps")
+            raise UserError(f"'{task}' names all classes of the model '{self.file}'; leave out at least one")
         for name in again:
             label = self.model.remove(name, ridge, to_learn_further=True)
             if label < len(self.about.get("palette", [])):
@@ -89,28 +90,28 @@ class WarmStart:
 
     @property
     def colours(self) -> np.ndarray:
-        """(N+1, 3) of background and the classes; Pascal VOC's where the file has none."""
+        """(N+1, 3) of background and the classes; those of Pascal VOC if the file has none."""
         ids = [BACKGROUND, *(i for increment in self.model.increments for i in increment.ids)]
-        kept = np.array(self.about.get("palette", []), dtype=np.uint8)[: len(ids)]
-        return kept if kept.shape == (len(ids), 3) else voc_palette()[ids]
+        saved = np.array(self.about.get("palette", []), dtype=np.uint8)[: len(ids)]
+        return saved if saved.shape == (len(ids), 3) else voc_palette()[ids]
 
     def extended(self, source: Source, task: str) -> Extended:
-        """A dataset in this model's ids, with the new classes of `task` behind them."""
+        """Return a dataset in this model's ids, followed by the new classes of `task`."""
         return Extended(source, self.model.increments, task, self.colours)
 
     def network(self, config: ModelConfig, size: int = 0) -> Segmenter:
-        """The model; `config` must be its own, but for the backbone, which may be frozen or not from now on.
+        """Return the model. `config` must be that of the model, except that it may freeze the backbone or not.
 
-        With a `size` that is a multiple of the one it was tested at, it takes images so much larger, and what it has
-        learnt sees them at its own size.
+        If `size` is a multiple of the size that the model was tested at, the model takes larger images, and the parts
+        that it has learnt already get them at their own size.
         """
         own = self.model.config
         for field in dataclasses.fields(ModelConfig):
             asked, there = (_comparable(getattr(c, field.name)) for c in (config, own))
             if asked != there and field.name not in ("weights", "freeze_backbone"):
                 raise UserError(
-                    f"model.{field.name} is {asked}, but the model '{self.file}' has {there}; leave it out: only "
-                    "model.freeze_backbone may differ"
+                    f"model.{field.name} is {asked}, but the model '{self.file}' has {there}; leave it out, because "
+                    "only model.freeze_backbone may differ"
                 )
         own.freeze_backbone = config.freeze_backbone
         self.model.backbone.requires_grad_(not config.freeze_backbone)
@@ -120,14 +121,14 @@ class WarmStart:
         return self.model
 
     def as_step(self, method: Method, method_name: str) -> SavedStep:
-        """Return step 0 for the trainer, with what its method remembers, where that lies beside the model."""
+        """Return step 0 for the trainer, with the state of its method if that lies beside the model."""
         own = (self.about.get("method") or {}).get("name") == method_name
         beside = self.file.with_name(STATE_FILE)
         state: dict[str, Tensor] = {}
         if own and beside.is_file():
             state, _ = read_tensors(beside)
         elif method.first_step not in (None, CROSS_ENTROPY) and type(method).state is not Method.state:
-            log.info(f"note: what {method_name} remembers of old classes is not beside the model; it begins without")
+            log.info(f"note: the state of {method_name} ({STATE_FILE}) is not beside the model; it starts without it")
         return SavedStep(self.model, state, self.about, origin=str(self.file))
 
 

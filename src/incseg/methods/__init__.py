@@ -1,4 +1,4 @@
-"""The methods by name. A new one is a file here and a line in METHODS; from outside, `package.module:Class`."""
+"""The methods by name. To add one, write a file here and a line in METHODS, or pass `package.module:Class`."""
 
 from __future__ import annotations
 

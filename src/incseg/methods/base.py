@@ -27,9 +27,9 @@ CROSS_ENTROPY = "cross_entropy"
 class StepImages:
     """The training images of a step; `len` is their number.
 
-    batches:      one pass over them without augmentation, in order, the same in every process; given a list of
+    batches:      one pass over the images without augmentation, in order, the same in every process; with a list of
                   positions, over those images only.
-    label_counts: (256,) the number of their pixels with each training label.
+    label_counts: (256,) number of pixels with each training label.
     inputs:       any other images → model inputs: normalised, or passed through the frozen backbone.
     """
 
@@ -74,7 +74,7 @@ class HeldOutScore:
 
     iou:       mean IoU of the new classes.
     agreement: percent of the old classes' pixels whose label is unchanged.
-    shift:     what must be added to the scores of the new classes to get this result.
+    shift:     number to add to the scores of the new classes for this result.
     """
 
     iou: float
@@ -84,11 +84,11 @@ class HeldOutScore:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the hooks at the beginning and at the end of a step can use.
+    """The arguments of the hooks at the beginning and at the end of a step.
 
     model:             the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
-    teacher:           the frozen model of the step before; None in step 0.
-    score_on_held_out: tests the model as it is on held-out images; None where the run may not use them.
+    teacher:           the frozen model of the previous step; None in step 0.
+    score_on_held_out: function that tests the current model on held-out images; None if the run may not use them.
     """
 
     step: Step
@@ -106,20 +106,20 @@ Average = Callable[[Callable[[Batch, Output, Output | None], Tensor]], Tensor]
 class Method:
     """A way to learn classes step by step. The base class itself is fine-tuning by softmax cross-entropy.
 
-    A subclass has a dataclass `Config` of its options, which become `--method.*` flags, and overrides what it does
-    differently. The trainer does everything else: it grows the network, runs the teacher once per batch, normalises and
-    sums the losses, steps the optimiser and saves `state`.
+    A subclass has a dataclass `Config` of its options, which become `--method.*` flags, and overrides what differs.
+    The trainer does the rest: it grows the network, runs the teacher once per batch, normalises and sums the losses,
+    steps the optimiser and saves `state`.
     """
 
     background_output: ClassVar[bool] = True
-    """Whether the network's first output is a background score."""
+    """Whether the first output of the network is a background score."""
     own_outputs: ClassVar[bool] = False
-    """Whether only this method can read its outputs. It then extends only its own models, and no other method does."""
+    """Whether only this method can read its outputs. Then it extends only its own models, and no other method can."""
     single_step: ClassVar[bool] = False
-    """Whether all classes are learnt at once, whatever the task."""
+    """Whether all classes are learnt at once, for any task."""
     first_step: ClassVar[str | None] = None
-    """A name for the training of step 0: methods of the same name train it alike and share its model and state. Methods
-    of CROSS_ENTROPY have no state after step 0."""
+    """A name for the training of step 0. Methods with the same name train step 0 alike and share its model and state.
+    Methods with CROSS_ENTROPY have no state after step 0."""
 
     @dataclass
     class Config:
@@ -150,7 +150,7 @@ class Method:
         return batch
 
     def before_update(self, average: Average, step: Step) -> None:
-        """Compute what `losses` needs to know of the whole batch, before its first call in an update.
+        """Compute quantities of the whole batch for `losses`, before its first call in an update.
 
         With micro-batches each call of `average` costs another forward pass.
         """
@@ -166,7 +166,7 @@ class Method:
     def solve(self, context: StepContext) -> bool:
         """Grow the model by the step's classes and set their weights by one pass over its images.
 
-        Return False, without doing anything, if the step is to be learnt by SGD.
+        Return False and change nothing if the step must be learnt by SGD.
         """
         return False
 
@@ -188,7 +188,7 @@ class Method:
         return None
 
     def recipe(self, step: int) -> dict[str, Any]:
-        """Return all that decides how this method trains a step. A step is reused where recipes agree.
+        """Return everything that decides how this method trains a step. A step is reused if the recipes are equal.
 
         If a change of the code makes the same options train differently, add a version number here.
         """
@@ -199,7 +199,7 @@ class Method:
         return {"method": name, **changed_values(self.config, *affecting)}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that must survive an interruption and the end of the step."""
+        """Return the tensors to save in checkpoints and at the end of the step."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:

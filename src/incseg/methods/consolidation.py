@@ -1,6 +1,6 @@
-"""The common part of EWC, PI and RW: statistics of the gradients, and a penalty on moving important parameters.
+"""The common part of EWC, PI and RW: statistics of gradients, and a penalty on changes of important parameters.
 
-All three collect all statistics, so that they can share one trained step 0. Each computes its own importance from them.
+All three collect all statistics, so that they can share one trained step 0. Each computes its importance from them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Consolidation:
     """Importance of the trained parameters, by name. A frozen backbone has none.
 
     importance: (running g², path importance, walk score) of a parameter → its importance in the next step.
-    weight:     of the penalty.
+    weight:     weight of the penalty.
 
-    The penalty pulls parameters to where the step began; those of the new classifier are free. Statistics are of the
-    loss without the penalty: the gradient of the penalty is known in closed form and is subtracted. The path integral
-    takes the gradient at the end of each update, as MiB does. That needs no gradient of the update before, and changes
-    of the model after the last batch do not enter it; the last update of a step is therefore not counted.
+    The penalty pulls parameters to their values at the start of the step; those of the new classifier are free.
+    Statistics are of the loss without the penalty: its gradient is known in closed form and is subtracted. The path
+    integral takes the gradient at the end of each update, as MiB does. So no earlier gradient is needed, and changes of
+    the model after the last batch are not counted; neither is the last update of a step.
 
     Gradients are averaged over processes before `after_backward`, so all processes have the same statistics.
     """
@@ -57,7 +57,7 @@ class Consolidation:
         }
 
     def begin_step(self, model: nn.Module) -> None:
-        """Compute the importance from the statistics so far; the penalty pulls to the model as it is now."""
+        """Compute the importance from the statistics so far. The penalty pulls to the current parameters."""
         found = self._statistics
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._start = {name: p.detach().clone() for name, p in self._parameters.items()}
@@ -73,7 +73,7 @@ class Consolidation:
         found["before"] = {name: start.clone() for name, start in self._start.items()}
 
     def penalty(self) -> Tensors:
-        """Return the loss term by its name; none in step 0."""
+        """Return the named loss term; none in step 0."""
         importance = self._statistics["importance"]
         if not importance:
             return {}
@@ -81,7 +81,7 @@ class Consolidation:
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Add the statistics of one update; none where half precision overflowed and the update will be skipped."""
+        """Add the statistics of one update, unless half precision overflowed: that update is skipped."""
         found = self._statistics
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
@@ -108,7 +108,7 @@ class Consolidation:
             found[group] = {}
 
     def state(self) -> Tensors:
-        """Return all but the start of the step, which `begin_step` takes from the model in a resumed step too."""
+        """Return all statistics. The parameters at the start of the step come from `begin_step`, also on resume."""
         groups = self._statistics.items()
         return {f"{group}.{name}": tensor for group, named in groups for name, tensor in named.items()}
 
@@ -130,7 +130,7 @@ class ConsolidatedMethod(Method):
         """Options of EWC and PI.
 
         Args:
-            weight: of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 2·weight·lr below 1.36.
+            weight: weight of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 2·weight·lr below 1.36.
         """
 
         weight: float = setting(500.0, affects="later")  # MiB
@@ -139,7 +139,7 @@ class ConsolidatedMethod(Method):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._held = Consolidation(self.importance, self.config.weight)
+        self._consolidation = Consolidation(self.importance, self.config.weight)
 
     @staticmethod
     @abstractmethod
@@ -147,19 +147,19 @@ class ConsolidatedMethod(Method):
         """Return the importance of a parameter, from its running g², path importance and walk score."""
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
-        return super().losses(batch, out, None, step) | self._held.penalty()
+        return super().losses(batch, out, None, step) | self._consolidation.penalty()
 
     def begin_step(self, context: StepContext) -> None:
-        self._held.begin_step(context.model)
+        self._consolidation.begin_step(context.model)
 
     def after_backward(self, model: nn.Module) -> None:
-        self._held.after_backward()
+        self._consolidation.after_backward()
 
     def end_step(self, context: StepContext) -> None:
-        self._held.end_step()
+        self._consolidation.end_step()
 
     def state(self) -> Tensors:
-        return self._held.state()
+        return self._consolidation.state()
 
     def load_state(self, state: Tensors) -> None:
-        self._held.load_state(state)
+        self._consolidation.load_state(state)

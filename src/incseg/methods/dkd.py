@@ -1,21 +1,22 @@
 """DKD: decomposed knowledge distillation (Baek et al., 2022).
 
-No background output: every class is a sigmoid, and background is where none exceeds a half (`foreground_prediction`).
-A logit is a sum of what speaks for a class and what speaks against it (`decompose`); distilling both, beside the
-logit (`binary_distillation`), holds the reasoning and not only its result. An auxiliary classifier, taught "no" on
-every pixel of every step, is what new classifiers start from: they have seen negatives of all steps.
+There is no background output: every class is a sigmoid, and a pixel is background if no sigmoid exceeds one half
+(`foreground_prediction`). A logit is the sum of positive evidence for a class and negative evidence against it
+(`decompose`). Both parts are distilled besides the logit (`binary_distillation`). An auxiliary classifier is trained
+with every pixel of every step as a negative. New classifiers start as copies of it: they know the negatives of all
+steps.
 
-The auxiliary classifier takes the first output, which elsewhere is background's; it learns from features without
-gradient to them, and plays no part in the prediction. Loss: Σ BCE of the step's own classes (`binary_cross_entropy`)
-+ λ_KD·Σ BCE to the teacher's old logits (`binary_distillation`) + λ_DKD·(the same of both parts, `decompose`)
-+ BCE(auxiliary, 0) (`log_one_plus_exp`).
+The auxiliary classifier is the first output, which in other methods is background. It sends no gradient to the
+features and has no part in the prediction. Loss: Σ BCE of the step's own classes (`binary_cross_entropy`) + λ_KD·Σ BCE
+to the teacher's old logits (`binary_distillation`) + λ_DKD·(the same of both parts, `decompose`) + BCE(auxiliary, 0)
+(`log_one_plus_exp`).
 
-In step 0 a class's positive pixels can weigh more than the others (`positive_weight`). The authors' scripts give 2 to
-step 0 on VOC and 1 to later steps; on ADE20k they give 35 to every step. The presets paper-voc and paper-ade take 2 and
-35. The default is 1, which all runs in results/ have.
+In step 0 the positive pixels of a class can have a higher weight (`positive_weight`). The authors' scripts use 2 in
+step 0 on VOC and 1 in later steps, and 35 in every step on ADE20k. The presets paper-voc and paper-ade use 2 and 35.
+The default is 1, as in all runs in results/ that do not name the option.
 
-Where ours departs: void pixels are left out of the labels' loss and the auxiliary's; the head ends in a leaky ReLU, so
-features can be a little negative where the paper's are not; later steps on ADE20k have no `positive_weight`.
+Differences from DKD: void pixels are left out of the loss on labels and the auxiliary loss. The head ends in a leaky
+ReLU, so features can be slightly negative. Later steps on ADE20k have no `positive_weight`.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class DKD(Method):
 
         Args:
             lambda_kd: weight of the distillation of logits.
-            lambda_dkd: weight of the distillation of what speaks for, and of what speaks against, a class.
+            lambda_dkd: weight of the distillation of the positive and the negative part of each logit.
             lambda_auxiliary: weight of the auxiliary classifier's loss.
-            positive_weight: weight of a class's own pixels in its BCE in step 0, as `pos_weight` of PyTorch's
-                BCEWithLogitsLoss; the authors take 2 on VOC and 35 on ADE20k, 1 weighs all pixels alike.
+            positive_weight: weight of a class's own pixels in its BCE in step 0, like `pos_weight` of PyTorch's
+                BCEWithLogitsLoss; the authors use 2 on VOC and 35 on ADE20k; 1 weights all pixels equally.
         """
 
         lambda_kd: float = setting(5.0, affects="later")  # the authors' configuration for VOC, as all below
@@ -70,7 +71,7 @@ class DKD(Method):
         self._teacher: Segmenter | None = None
 
     def begin_step(self, context: StepContext) -> None:
-        """New classifiers start as the auxiliary one."""
+        """Initialise the new classifiers as copies of the auxiliary one."""
         self._model, self._teacher = context.model, context.teacher
         if context.teacher is None:
             return
@@ -85,8 +86,8 @@ class DKD(Method):
         own = binary_cross_entropy(logits[:, num_old + 1 :], labels, num_old + 1, positive_weight)
         terms: dict[str, PixelTerm] = {"bce": PixelMean(own)}
         if teacher is not None:
-            kept = binary_distillation(logits[:, 1 : num_old + 1], teacher[:, 1:])
-            terms["kd"] = PixelMean(kept, self.config.lambda_kd, over="all")
+            kd = binary_distillation(logits[:, 1 : num_old + 1], teacher[:, 1:])
+            terms["kd"] = PixelMean(kd, self.config.lambda_kd, over="all")
         return terms
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
@@ -105,7 +106,7 @@ class DKD(Method):
         return {**pixelwise(strip, batch, F.conv2d(out.embedding.detach().to(weight), weight, bias))}
 
     def _part_losses(self, out: Output, teacher: Output) -> dict[str, Term]:
-        """Distillation of both parts, at the network's resolution."""
+        """Return the distillation of both parts of the logits, at the resolution of the network."""
         assert self._model is not None
         assert self._teacher is not None
         weight = _class_weights(self._model)[: self._teacher.num_classes]
@@ -121,5 +122,5 @@ class DKD(Method):
 
 
 def _class_weights(model: Segmenter) -> Tensor:
-    """(C, D, 1, 1) of all classes, without the auxiliary one."""
+    """Return (C, D, 1, 1): the weights of all classes, without the auxiliary one."""
     return torch.cat([classifier.get_parameter("weight") for classifier in model.classifiers])[1:]

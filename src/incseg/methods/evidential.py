@@ -1,18 +1,20 @@
 """Evidential class-incremental segmentation (Holmquist, Klasén, Felsberg, 2022): the method of the paper.
 
-No background output: the network gives evidence for the foreground classes, and the uncertainty of the
-Dirichlet that the evidence makes IS the background probability. Objects of old and future classes, hidden in
-today's background, are asked for no evidence of today's classes, and never pulled into one class.
+There is no background output. The network gives evidence for the foreground classes, and the uncertainty u of the
+resulting Dirichlet is the probability of background. Pixels labelled background may show old and future classes: there
+the loss only asks for no evidence of the step's own classes, and does not merge these objects into one class.
 
 Training is `L_new + λ_KD·(L_KD-fg + L_KD-u)`: `evidential_cross_entropy` over the step's own classes,
-`distill_foreground` and `distill_uncertainty` over the old ones. Inference brings the increments to one scale
-(`balance`, `odds_log_probabilities`) and decides. Where ours departs from the print: the sign of L_KD-u, whose
-printed form is minimal at u = 1 for every teacher; L_KD-fg divided by the number of old classes, as in MiB, from
-where the weight 10 comes (`kd_reduction: sum` sets it back); balancing by `ratio`, not none (VOC) or `paper` (ADE).
+`distill_foreground` and `distill_uncertainty` over the old ones. Inference makes the scores of increments comparable
+(`balance`, `odds_log_probabilities`) and decides.
 
-Three pieces of other methods can be added to the later steps: pseudo-labels where the teacher's u is low
-(`_sure_labels`), local POD on the feature maps (`local_pod`, PLOP), and replay of photographs of old classes (`Replay`,
-RECALL), which are background to the new classes and go through distillation and pseudo-labels like all background.
+Differences from the paper: the sign of L_KD-u, whose printed form is minimal at u = 1 for every teacher; L_KD-fg is
+divided by the number of old classes, as in MiB, the source of the weight 10 (`kd_reduction: sum` does not divide);
+balancing by `ratio`, not none (VOC) or `paper` (ADE).
+
+Later steps can use three parts of other methods: pseudo-labels where the teacher's u is low (`_confident_labels`),
+local POD on the feature maps (`local_pod`, PLOP), and replay of images of old classes (`Replay`, RECALL). Replay images
+are background for the new classes, and get distillation and pseudo-labels like all background.
 """
 
 from __future__ import annotations
@@ -54,32 +56,33 @@ class Evidential(Method):
         """Options of the evidential method.
 
         Args:
-            rectifier: how a score becomes evidence; exp_sigmoid is exp(z)·σ(z).
+            rectifier: function from score to evidence; exp_sigmoid is exp(z)·σ(z).
             scope: classes of the Dirichlet in L_new: the step's own (increment) or all seen ones (seen).
             lambda_new: weight of L_new.
             lambda_kd: weight of both distillation terms; 0 is fine-tuning.
             kd_reduction: divide L_KD-fg by the number of old classes (mean), as MiB does, or not (sum).
-            start_score: score at which the class of a later step of one class starts, each of K classes at a K-th of
-                it; 0 is undecided, -2 a quiet no: all images of such a step show its class, and it would begin by
-                seeing it everywhere. Wants --train.clip_later.
-            foreground_weight: weigh foreground and background pixels of L_new by their inverse share of the batch
+            start_score: initial score of the class in a later step of one class; each of K classes starts at a K-th
+                of it. 0 is undecided, -2 a weak no. All images of such a step show its class, so a class that starts
+                at 0 is first predicted everywhere. Set --train.clip_later with it.
+            foreground_weight: weight foreground and background pixels of L_new by their inverse share of the batch
                 (the paper on ADE20k).
-            max_weight: limit of that weight.
-            class_weight: exponent p by which rare classes are weighed up in L_new: a pixel of label c, background too,
-                weighs in proportion to n_c^(−p), n_c its pixels in the step's training images; 0 weighs all alike.
-            pseudo_labels: background pixels whose u by the teacher is below this (such as 0.3) are labelled with its
-                class; empty for none.
+            max_weight: upper limit of that weight.
+            class_weight: exponent p of the weight of rare classes in L_new: a pixel of label c, also of background, is
+                weighted by n_c^(−p), n_c the pixels of c in the step's training images; 0 weights all equally.
+            pseudo_labels: label background pixels with the teacher's class where the teacher's u is below this limit
+                (such as 0.3); empty for none.
             pod: weight of local POD between the feature maps of model and teacher, as in PLOP (0.01 there); empty for
                 none.
-            replay: folder with a folder of unlabelled images for each class, named by the class; as many of old
-                classes as there are images in a batch are added to it.
-            generator: package.module:callable that makes them instead, called as generator(class_name, count, seed)
-                and returning Pillow images.
-            replay_images: the most images of a class; empty for 100.
+            replay: folder with one folder of unlabelled images per class, named by the class; each batch gets as many
+                images of old classes as it has images.
+            generator: package.module:callable that makes the images instead; it is called as
+                generator(class_name, count, seed) and returns Pillow images.
+            replay_images: most images of a class; empty for 100.
             balancing: how increments of different size are compared at inference.
             prior: with odds, the share of log(n_t / Σn) added to the scores of step t, n_t its training images.
-            decision: argmax of the probabilities, or hierarchical, foreground where u < threshold, then the class.
-            threshold: of the hierarchical decision.
+            decision: argmax of the probabilities (argmax), or foreground where u < threshold and then the best class
+                (hierarchical).
+            threshold: limit of u in the hierarchical decision.
         """
 
         rectifier: Rectifier = "exp_sigmoid"
@@ -107,12 +110,12 @@ class Evidential(Method):
             if not 0 <= self.class_weight <= 1:
                 raise UserError(f"class_weight is {self.class_weight}; give an exponent from 0 to 1")
             if self.class_weight and self.foreground_weight:
-                raise UserError("class_weight and foreground_weight both weigh L_new; choose one")
+                raise UserError("class_weight and foreground_weight both weight L_new; set only one")
             if self.pod is not None and self.pod < 0:
                 raise UserError(f"pod is {self.pod}; give a weight from 0")
             if (self.replay or self.generator) and self.scope == "seen" and self.pseudo_labels is None:
                 raise UserError(
-                    "replay with scope seen would teach that old objects are background; set scope increment, or "
+                    "replay with scope seen would train old objects as background; set scope increment, or "
                     "pseudo_labels such as 0.3"
                 )
 
@@ -136,9 +139,9 @@ class Evidential(Method):
             self._replay.begin_step(context)
 
     def extend(self, batch: Batch) -> Batch:
-        """Photographs come on top: losses are divided by the step's own pixels alone.
+        """Add replay images, but still divide losses by the step's own pixels alone.
 
-        A mean over both would halve what a pixel of a new class counts, and rare classes were then not learnt at all.
+        A mean over both would halve the weight of a pixel of a new class, and rare classes were then not learnt at all.
         """
         return batch if self._replay is None else replace(self._replay.extend(batch), counts=batch.counts)
 
@@ -155,9 +158,9 @@ class Evidential(Method):
         all_fit = fits(out.logits, *([] if read is None else [read]))
 
         def strip(logits: Tensor, labels: Tensor, old: Tensor | None) -> dict[str, PixelTerm]:
-            sure = self._sure_labels(labels, old)
-            if sure is not None and config.scope == "seen":
-                labels = fill_background(labels, sure)
+            pseudo = self._confident_labels(labels, old)
+            if pseudo is not None and config.scope == "seen":
+                labels = fill_background(labels, pseudo)
             closed = config.pseudo_labels is None and (all_fit or fits(logits, *([] if old is None else [old])))
             new, *kd = evidential_losses(
                 logits,
@@ -169,8 +172,8 @@ class Evidential(Method):
                 closed,
             )
             terms: dict[str, PixelTerm] = {"new": PixelSum(new)}
-            if sure is not None and config.scope == "increment":
-                old_labels = torch.where(sure == BACKGROUND, IGNORE, sure)
+            if pseudo is not None and config.scope == "increment":
+                old_labels = torch.where(pseudo == BACKGROUND, IGNORE, pseudo)
                 again = increments_cross_entropy(logits[:, :num_old], old_labels, self._old_sizes, config.rectifier)
                 terms["pseudo"] = PixelMean(again, config.lambda_new)
             return terms | {name: PixelSum(value) for name, value in zip(("kd_fg", "kd_u"), kd, strict=False)}
@@ -181,11 +184,11 @@ class Evidential(Method):
             terms["pod"] = ImageMean(weight * local_pod(*trained_maps(out, teacher)))
         return terms
 
-    def _sure_labels(self, labels: Tensor, teacher_logits: Tensor | None) -> Tensor | None:
-        """The teacher's class at background pixels where its u is below the limit, elsewhere background.
+    def _confident_labels(self, labels: Tensor, teacher_logits: Tensor | None) -> Tensor | None:
+        """Return the teacher's class at background pixels where its u is below the limit, elsewhere background.
 
         With scope increment the evidence is balanced by `ratio`, so that (1−u)/u = Σ_k (1−u_k)/u_k over the old
-        increments: a class says the same however many came after it. With scope seen they were trained as one.
+        increments: the number of later increments does not change a class. With scope seen they were trained as one.
         """
         if teacher_logits is None or self.config.pseudo_labels is None:
             return None
@@ -194,8 +197,11 @@ class Evidential(Method):
         return torch.where(labels == BACKGROUND, found.to(labels.dtype), BACKGROUND)
 
     def _pixel_scales(self, batch: Batch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return a function of labels: what their foreground and background pixels count in L_new, λ over the number of
-        pixels, times a weight. The first is one number, or with `class_weight` one for every pixel."""
+        """Return a function from labels to the weights of foreground and background pixels in L_new.
+
+        A weight is λ over the number of pixels, times that of the class. The first result is a number, or with
+        `class_weight` a map.
+        """
         scale = self.config.lambda_new / pixel_count(batch)
         if self._class_weights is not None:
             scales = scale * self._class_weights.to(scale)

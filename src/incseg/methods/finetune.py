@@ -1,6 +1,6 @@
-"""Fine-tuning: softmax cross-entropy on whatever the step labels. The floor: it forgets.
+"""Fine-tuning: softmax cross-entropy on the labels of the step. The lower bound: it forgets.
 
-Background is an ordinary output, so old classes, labelled background in later steps, are unlearnt.
+Background is an ordinary output. Later steps label old classes as background, so the model unlearns them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""ILT (Michieli, Zanuttigh, 2019): LwF, and the encoder's features stay the teacher's too.
+"""ILT (Michieli, Zanuttigh, 2019): LwF, and distillation of the encoder's features.
 
-The first work on steps in segmentation: what the classifiers read must not drift, so the deep features of student and
-teacher are compared directly, beside the outputs.
+The first work on incremental segmentation. The input of the classifiers must not drift, so the deep features of
+student and teacher are compared directly, besides their outputs.
 
 Training is `CE + λ_KD·KD + λ_F·MSE`: `cross_entropy_sum`, `output_distillation_sum` as in LwF, `feature_distillation`
-on the backbone's last stage; weights 100 and 100 of MiB's comparison. Where the backbone is frozen its stages cannot
-differ (with kept features they are not even there): then on the embedding, which the classifiers read.
+on the backbone's last stage, with the weights 100 and 100 of MiB's comparison. If the backbone is frozen, its stages
+cannot differ (with cached features they are not computed), and the embedding, the classifiers' input, is compared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ILT(Method):
 
 
 def _deepest_trained(out: Output, teacher: Output) -> tuple[Tensor, Tensor]:
-    """The backbone's last stage of both, or their embeddings where it is not trained."""
+    """Return the backbone's last stage of both models, or their embeddings where the backbone is not trained."""
     if out.stages and out.stages[-1].requires_grad:
         return out.stages[-1], teacher.stages[-1]
     return out.embedding, teacher.embedding

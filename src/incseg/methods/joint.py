@@ -1,6 +1,6 @@
-"""Joint training: all classes in one step with softmax cross-entropy. The ceiling of what steps can reach.
+"""Joint training: all classes in one step with softmax cross-entropy. The upper bound of incremental learning.
 
-`--method evidential --setting joint` is the same ceiling for the evidential model.
+`--method evidential --setting joint` is the same bound for the evidential model.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""LwF, Learning without Forgetting (Li, Hoiem, 2016): cross-entropy, and the old outputs stay the teacher's.
+"""LwF, Learning without Forgetting (Li, Hoiem, 2016): cross-entropy, and distillation of the old outputs.
 
-The first answer to forgetting, made for images of one class each. On every pixel the softmax over the old outputs is
-pulled to the teacher's; that today's background hides old and future classes is not known to it.
+LwF was made for the classification of images. At every pixel it pulls the softmax over the old outputs to the
+teacher's. It does not model that pixels labelled background can show old or future classes.
 
 Training is `CE + λ_KD·KD`: `cross_entropy_sum` on all outputs, `output_distillation_sum` on the old ones, background
-among them. Ours is the form of MiB's comparison: no temperature, KD divided by the number of old outputs, weight 100.
+included. The form is that of MiB's comparison: no temperature, KD divided by the number of old outputs, weight 100.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """LwF-MC (Rebuffi et al., 2017, in iCaRL's comparison): LwF with one sigmoid per class instead of a softmax.
 
-Classes do not compete in the loss, so a new one does not lower the old ones by itself; still today's labels deny the
-old classes on every pixel, and only the distillation holds against it.
+Classes do not compete in the loss, so a new class alone does not lower the old ones. But the labels of a later step
+are negatives for the old classes at every pixel, and only the distillation counters them.
 
-Training is `BCE + λ_KD·KD`: `binary_cross_entropy` over all outputs, background among them, and
-`sigmoid_distillation_sum` over the old ones; both are sums over outputs, as in MiB's comparison, whose weight is 10.
-Prediction is `sigmoid_prediction`: the highest score; probabilities are the sigmoids divided by their sum, the
-uncertainty is 1 − the highest sigmoid. Step 0 is the binary cross-entropy, so its base is not shared with softmax.
+Training is `BCE + λ_KD·KD`: `binary_cross_entropy` over all outputs, background included, and
+`sigmoid_distillation_sum` over the old ones. Both are sums over outputs, as in MiB's comparison, whose weight is 10.
+Prediction is `sigmoid_prediction`: the highest score. Probabilities are the sigmoids divided by their sum, the
+uncertainty is 1 − the highest sigmoid. Step 0 is trained by binary cross-entropy, so softmax methods cannot share it.
 """
 
 from __future__ import annotations

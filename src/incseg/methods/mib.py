@@ -1,15 +1,19 @@
 """MiB, Modeling the Background (Cermelli et al., 2020): background is whatever the step does not label.
 
-Today's label "background" may be any old class, and the teacher's background may be any new one: both losses take the
-background as that union. New classifiers start as equal shares of background, so the old classes lose nothing.
+In a later step, a pixel labelled background may show any old class, and what the teacher calls background may be any
+new class. Both losses treat background as that union. New classifiers start as equal shares of background, so the old
+classes lose no probability.
 
 Training is `CE + λ_KD·KD`: `background_cross_entropy_sum` (cross-entropy in step 0) and `background_distillation_sum`;
-the start is `initialise_from_background`. λ is 10, as the evidential paper states for MiB and itself; MiB's own runs
-used 100 on VOC 15-1. Two ablations of the evidential paper are options: `background: bias` holds the background's
-weights at zero, also in step 0, so that one bias is all that background is; `freeze_old` trains no classifier of an old
-step, nor background, whose bias is then not moved at the start of a step either. The paper's second row has both.
-Where ours departs: a pixel with the label of an old foreground class, as pseudo-labels give it, is scored by that class
-alone, not as background; by the protocol there is none.
+new classifiers start by `initialise_from_background`. λ is 10, as the evidential paper states for MiB and itself;
+MiB's own runs used 100 on VOC 15-1.
+
+Two ablations of the evidential paper are options; its second row has both. `background: bias` holds the weights of
+background at zero, also in step 0, so that background is a single bias. `freeze_old` trains neither the classifiers of
+old steps nor background, and does not move the bias of background at the start of a step.
+
+Difference from MiB: a pixel labelled with an old foreground class, as by pseudo-labels, is scored by that class alone
+and not as background. The protocol itself gives no such labels.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ class MiB(Method):
         Args:
             lambda_kd: weight of the distillation.
             start_from_background: start new classifiers as shares of background; otherwise with small random weights.
-            background: a full output, or one bias, the same at every pixel.
-            freeze_old: after step 0, train the newest classifier only, neither the older ones nor background.
+            background: a full output (output), or a bias that is the same at every pixel (bias).
+            freeze_old: after step 0, train only the newest classifier, not the older ones or background.
         """
 
         lambda_kd: float = 10.0  # MiB; 100 in its runs of VOC 15-1
@@ -58,7 +62,7 @@ class MiB(Method):
         if self.config.start_from_background:
             initialise_from_background(context.model, move_background=not self.config.freeze_old)
         if self.config.freeze_old:
-            # without requires_grad rather than with a gradient of zero, which weight decay would still move
+            # not by a gradient of zero: weight decay would still move the parameters
             context.model.classifiers[:-1].requires_grad_(False)
 
     def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
@@ -80,5 +84,5 @@ class MiB(Method):
 
 
 def _first_weight(model: nn.Module) -> nn.Parameter:
-    """The weight whose first row is the background's."""
+    """Return the weight whose first row is that of background."""
     return model.get_parameter("classifiers.0.weight")

@@ -1,21 +1,21 @@
-"""PLOP (Douillard et al., 2021): the teacher labels the background where it is sure, and local POD holds the features.
+"""PLOP (Douillard et al., 2021): pseudo-labels from the teacher, and distillation of features by local POD.
 
-A background pixel takes the teacher's class if the teacher's entropy there is below the median of that class, else it
-is left out; an image counts by the share of its background that was labelled. Multi-scale row and column means of the
-squared feature maps are kept near the teacher's.
+A background pixel gets the teacher's class if the teacher's entropy there is below the median of that class; otherwise
+it is ignored. An image is weighted by the share of its background that got a label. Local POD pulls multi-scale row
+and column means of the squared feature maps to those of the teacher.
 
 Training is `CE + √(n_seen/n_new)·(0.01·Σ POD(map) + 0.0005·POD(logits)) / (maps + 1)`: `pseudo_labels` and
 `cross_entropy_per_image`, thresholds from `entropy_thresholds`, `local_pod` on the backbone's stages and the embedding,
-and on the logits after `fold_new_into_background`, which count as one more map; the start of a step is
-`initialise_from_background`, as in MiB. Ours departs so:
-- The entropy of a pixel is a share of its maximum, as printed, and its medians come from a histogram of 2000 bins in
-  log-odds (exact to 1 %). The authors' code divides it by the number of classes once more and has 100 bins, most of
-  them empty, so that it takes four of five pixels instead of one of two: `least_threshold` 0.23 comes near to that.
-- An image without background counts in full: nothing in it was uncertain.
-- CE is divided by the pixels that are not void, those that get no pseudo-label among them.
-- New logits are folded into background by log-sum-exp, not added: a step then starts at POD(logits) = 0.
+and on the logits after `fold_new_into_background`, which count as one more map. New classifiers start by
+`initialise_from_background`, as in MiB. Differences from PLOP:
+- The entropy of a pixel is a share of its maximum, as in the paper. Medians come from a histogram of 2000 bins in
+  log-odds (exact to 1 %). The authors' code divides once more by the number of classes and has 100 bins, most of them
+  empty, so it accepts four of five pixels instead of one of two; `least_threshold` 0.23 is close to that.
+- An image without background has full weight.
+- CE is divided by the number of pixels that are not void, including those without a pseudo-label.
+- New logits are folded into background by log-sum-exp, not added, so POD(logits) is 0 at the start of a step.
 - Tiles cover maps of any size (`local_pod`).
-Where the backbone is frozen its stages cannot differ (with kept features they are not even there): POD(maps) is then on
+If the backbone is frozen, its stages cannot differ (with cached features they are not computed); POD(map) is then on
 the embedding alone.
 """
 
@@ -53,7 +53,7 @@ class PLOP(Method):
         Args:
             lambda_pod: weight of local POD on the feature maps.
             lambda_pod_logits: weight of local POD on the logits.
-            least_threshold: the lowest entropy, as a share of its maximum, that a class's threshold may have.
+            least_threshold: lowest threshold of a class: an entropy, as a share of its maximum.
         """
 
         lambda_pod: float = 0.01  # PLOP's published settings
@@ -109,8 +109,8 @@ class PLOP(Method):
 
 @torch.no_grad()
 def entropy_thresholds(teacher: Segmenter, batches: Iterable[Batch]) -> Tensor:
-    """(outputs,) median of the teacher's normalised entropy over the background pixels that it takes for each output; 0
-    where there are none. Pixels are counted in bins, never kept."""
+    """Return (outputs,): the median of the teacher's normalised entropy over the background pixels where it predicts
+    each output; 0 where there are none. Pixels are counted in bins, so memory does not grow with their number."""
     counts = torch.zeros(teacher.num_outputs, BINS, dtype=torch.int64)
     for batch in batches:
         for rows, logits in row_strips(teacher(batch.inputs).logits, batch.size):
@@ -123,11 +123,11 @@ def entropy_thresholds(teacher: Segmenter, batches: Iterable[Batch]) -> Tensor:
 
 @torch.no_grad()
 def pseudo_labels(teacher_logits: Tensor, labels: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels whose background is filled in by the teacher, and the share of it that was, image by image.
+    """Return the labels with background filled in by the teacher, and the filled share of it in each image.
 
     teacher_logits (B, |O|, h, w), labels (B, H, W) uint8, thresholds (|O|,) → (B, H, W) uint8, (B,). A background pixel
-    takes the teacher's class c if its normalised entropy is below thresholds[c], else it is ignored; other pixels keep
-    their label. With thresholds above one all are filled in; an image without background has the share one.
+    gets the teacher's class c if its normalised entropy is below thresholds[c], else IGNORE; other labels do not
+    change. With thresholds above one, all background is filled in. The share of an image without background is one.
     """
     strips = []
     for rows, logits in row_strips(teacher_logits, (labels.shape[-2], labels.shape[-1])):

@@ -1,14 +1,15 @@
-"""RECALL (Maracani, Michieli, Toldo, Zanuttigh, 2021): old classes come back as photographs from elsewhere.
+"""RECALL (Maracani, Michieli, Toldo, Zanuttigh, 2021): replay of images of old classes from the web or a generator.
 
-Photographs of old classes, from the web or from a generator, are labelled by a helper decoder that was trained when
-the class was learnt, and mixed 1:1 with the new data. Background of both is in-painted by the model of the step
-before, so that old objects in it are not unlearnt. The encoder is frozen after step 0, so that helpers stay valid.
+A replay image is labelled by a helper decoder that was trained when its class was learnt. Replay images are mixed 1:1
+with the new data. The model of the previous step fills in the background of both, so that old objects in it are not
+unlearnt. The encoder is frozen after step 0, so that the helpers stay valid.
 
 Formulas: y' = y where y is not background, else arg-max of the teacher (`fill_background`); −log softmax(z)_y' over
 both kinds of images (`cross_entropy_sum`); labels of a replay image: arg-max of its helper (`Replay`, `fit_helper`).
-Where ours departs: the helper of step 0 is the decoder of step 0 itself, which learnt just that, so that the base is
-shared with other methods; later helpers begin from the step's own decoder, with its norm statistics, and are tuned for
-a few epochs; photographs are shown without augmentation. Without replay, in-painting and the frozen encoder are left.
+
+Differences from RECALL: the helper of step 0 is the decoder of step 0 itself, so that other methods can share step 0.
+Later helpers start from the step's own decoder with its norm statistics and are trained for a few epochs. Replay
+images are not augmented. Without replay images the method only fills in background and freezes the encoder.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Recall(Method):
         """Options of RECALL.
 
         Args:
-            replay: folder with a folder of unlabelled images for each class, named by the class (RECALL, web).
-            generator: package.module:callable that makes them instead, called as generator(class_name, count, seed)
-                and returning Pillow images (RECALL, GAN).
-            replay_images: the most images of a class; empty for 100.
+            replay: folder with one folder of unlabelled images per class, named by the class (RECALL, web).
+            generator: package.module:callable that makes the images instead; it is called as
+                generator(class_name, count, seed) and returns Pillow images (RECALL, GAN).
+            replay_images: most images of a class; empty for 100.
             helper_epochs: passes over a step's images that train its helper decoder.
-            helper_lr: learning rate of the helper decoders, falling to zero linearly.
+            helper_lr: initial learning rate of the helper decoders; it falls linearly to zero.
         """
 
         replay: str | None = None
@@ -77,7 +78,7 @@ class Recall(Method):
             context.model.backbone.eval().requires_grad_(False)
         if self._replay is None:
             if teacher is not None:
-                log.info("recall has nothing to replay: in-painting only; give --method.replay or .generator")
+                log.info("recall has no replay images and only fills in background; set --method.replay or .generator")
             return
         if teacher is None:
             self._helpers = {}
@@ -86,8 +87,8 @@ class Recall(Method):
             self._helpers[0] = decoder_tensors(teacher)
         if len(self._helpers) < len(teacher.increments):
             raise UserError(
-                "recall replays with a decoder kept from each step, and those of this model are not there; give it "
-                "with the state.safetensors of its run beside it, or leave out --method.replay and .generator"
+                "recall needs the decoders saved after each step to label replay images, and this model has none; put "
+                "the state.safetensors of its run beside it, or leave out --method.replay and .generator"
             )
         helpers = [
             build_helper(teacher, increment, self._helpers[number])
@@ -119,8 +120,8 @@ class Recall(Method):
     def state(self) -> dict[str, Tensor]:
         if self._replay is None:
             return {}
-        kept = {f"helper.{n}.{name}": t for n, tensors in self._helpers.items() for name, t in tensors.items()}
-        return {**kept, **self._replay.state()}
+        helpers = {f"helper.{n}.{name}": t for n, tensors in self._helpers.items() for name, t in tensors.items()}
+        return {**helpers, **self._replay.state()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         self._helpers = {}
@@ -134,22 +135,22 @@ class Recall(Method):
 
 
 def decoder_tensors(model: Segmenter) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers but the encoder's."""
+    """Return copies of all parameters and buffers except the encoder's."""
     return {name: t.clone() for name, t in model.state_dict().items() if not name.startswith(_ENCODER)}
 
 
 def build_helper(model: Segmenter, increment: Increment, tensors: dict[str, Tensor]) -> Segmenter:
-    """The helper decoder of an increment on the encoder of `model`."""
+    """Return the helper decoder of an increment, on the encoder of `model`."""
     helper = _own_decoder(model, increment)
     helper.load_state_dict(tensors, strict=False)
     return helper
 
 
 def fit_helper(context: StepContext, epochs: int, lr: float) -> Segmenter:
-    """A decoder of its own for background and the classes of a later step, trained on the step's images as they are.
+    """Return a helper decoder for background and the classes of a later step, trained on the step's images.
 
-    The encoder and the statistics of all norms stay. It begins from the model's decoder, whose rows for background
-    and the new classes are its classifier: with 0 epochs it is the model restricted to them.
+    The encoder and the statistics of all norms do not change. The helper starts as the model's decoder with the
+    classifier rows of background and the new classes. With 0 epochs it is the model restricted to these outputs.
     """
     model, skipped = context.model, len(context.step.old)
     helper = _own_decoder(model, model.increments[-1])
@@ -159,7 +160,7 @@ def fit_helper(context: StepContext, epochs: int, lr: float) -> Segmenter:
     parameters = [p for name, p in helper.named_parameters() if not name.startswith(_ENCODER)]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    # momentum and decay of the recipe that trains the model itself
+    # momentum and weight decay as for the model itself
     optimizer = torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
     for epoch in range(epochs):
         for group in optimizer.param_groups:
@@ -179,7 +180,7 @@ def _helper_loss(out: Output, batch: Batch, skipped: int) -> Tensor:
 
 
 def _own_decoder(model: Segmenter, increment: Increment) -> Segmenter:
-    """A frozen copy of `model` in evaluation mode with one classifier, of an increment, on the same encoder."""
+    """Return a frozen copy of `model` on the same encoder, in evaluation mode, with one new classifier."""
     helper = model.frozen_copy()
     helper.backbone = model.backbone
     helper.classifiers, helper.increments = nn.ModuleList(), []

@@ -1,7 +1,7 @@
-"""Replay: photographs of old classes from elsewhere, as many in each batch as the step's own images.
+"""Replay: each batch gets as many images of old classes as it has images of the step.
 
-The photographs have no masks. A method may give scores for background and the classes of the increment that a
-photograph was asked for, whose arg-max becomes its labels; without scores every pixel is labelled background.
+Replay images have no masks. A method may give scores for background and the classes of the increment that an image
+belongs to; their arg-max becomes its labels. Without scores every pixel is labelled background.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from incseg.types import BACKGROUND, Batch, Inputs, UserError
 log = logging.getLogger("incseg")
 
 PER_CLASS = 100
-"""Photographs of a class, where nothing else is said."""
-_AT_ONCE = 16
+"""Default number of replay images of a class."""
+_BATCH = 16
 _HALF_MAX = 65504.0
 
 Scores = Callable[[int, Inputs], Tensor]
@@ -33,12 +33,12 @@ Scores = Callable[[int, Inputs], Tensor]
 
 
 @dataclass(frozen=True)
-class _Photograph:
+class _ReplayImage:
     """One image of the pool.
 
-    features: what the head reads of it, half precision, where the run's inputs are features; else it is read anew.
+    features: input of the head in half precision if the run trains on features; otherwise the file is read again.
     scores:   (1 + K, h, w) half precision, or None for background everywhere.
-    first:    how many classes were learnt before the increment that the scores speak of.
+    first:    number of classes learnt before the increment that the scores belong to.
     """
 
     picture: Picture
@@ -47,7 +47,7 @@ class _Photograph:
     first: int
 
     def labels(self, size: tuple[int, int]) -> Tensor:
-        """(H, W) uint8 learnt labels: the arg-max of the scores upsampled to `size`."""
+        """Return (H, W) uint8 learnt labels: the arg-max of the scores upsampled to `size`."""
         if self.scores is None:
             return torch.full(size, BACKGROUND, dtype=torch.uint8)
         strips = [strip.max(1).indices[0] for _, strip in row_strips(self.scores[None], size)]
@@ -55,16 +55,16 @@ class _Photograph:
         return torch.where(found == BACKGROUND, found, found + self.first).to(torch.uint8)
 
     def memory(self) -> int:
-        kept = [*(self.features or ()), *([] if self.scores is None else [self.scores])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        tensors = [*(self.features or ()), *([] if self.scores is None else [self.scores])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def open_replay(folder: str | None, generator: str | None, per_class: int | None) -> Replay | None:
-    """Replay from what the user named, or None; nothing is read or imported yet."""
+    """Return the replay that the user asked for, or None. Nothing is read or imported yet."""
     if folder is not None and generator is not None:
         raise UserError(f"replay is '{folder}' and generator '{generator}'; give one of the two")
     if per_class is not None and per_class < 1:
-        raise UserError(f"replay_images is {per_class}; give the most images of a class, at least 1")
+        raise UserError(f"replay_images is {per_class}; it must be at least 1")
     if folder is None and generator is None:
         return None
     source = ImageFolders(folder) if folder is not None else Generator(str(generator))
@@ -72,37 +72,37 @@ def open_replay(folder: str | None, generator: str | None, per_class: int | None
 
 
 class Replay:
-    """A pool of photographs of all old classes, filled when a step begins, and the order in which they are drawn.
+    """A pool of images of all old classes, filled when a step begins, and the order in which they are drawn.
 
-    Every class has the same share: one with fewer photographs shows them more often. The pool is gone through in a
-    permutation after the other, made of the run's seed and the step; how many were drawn is the state, so that an
-    interrupted step goes on with the same ones. With several processes each takes its share of the same global draw,
-    as of the step's own images. The photographs are shown as the test would show them, not mirrored.
+    Every class has the same share: images of a class with fewer are drawn more often. The pool is traversed in one
+    permutation after another, determined by the run's seed and the step. The number of images drawn so far is saved,
+    so an interrupted step resumes with the same images. Each process takes its share of the same global draw, as it
+    does of the step's own images. Replay images are prepared as in the test: neither cropped at random nor mirrored.
 
-    Memory: with cached features 2 bytes a value (170 KB an image at 224 pixels with EfficientNet-Lite0) in every
-    process; otherwise files are read again each time, and generated images are kept as they came. A file whose features
-    are kept is not prepared again in the next step: neither the frozen backbone nor the scores of its increment change.
+    Memory: with cached features 2 bytes per value in every process (170 KB per image at 224 pixels with
+    EfficientNet-Lite0). Otherwise files are read again each time, and generated images stay in memory. Features in
+    memory are reused in the next step: neither the frozen backbone nor the scores of an increment change.
     """
 
     _context: StepContext
 
     def __init__(self, source: Unlabelled, per_class: int) -> None:
         self._source, self._per_class = source, per_class
-        self._pool: list[_Photograph] = []
+        self._pool: list[_ReplayImage] = []
         self._order: list[int] = []
         self._seed = 0
         self._drawn = torch.zeros((), dtype=torch.int64)
 
     def in_recipe(self, recipe: dict[str, Any]) -> dict[str, Any]:
-        """A method's recipe of a step that replays, with the photographs themselves in place of their folder."""
+        """Return a method's recipe of a step that replays, with the images' fingerprint instead of their folder."""
         return {**recipe, "replay": self._source.fingerprint()} if {"replay", "generator"} & recipe.keys() else recipe
 
     def begin_step(self, context: StepContext, scores: Scores | None = None) -> None:
-        """Fill the pool; in step 0 only see that there is something for its classes.
+        """Fill the pool; in step 0 only check that there are images of the classes.
 
-        What `scores` says of an increment must stay what it was in the steps before.
+        `scores` must return for an increment what it returned in earlier steps.
         """
-        known = {(kept.picture, kept.first): kept for kept in self._pool if kept.features is not None}
+        known = {(image.picture, image.first): image for image in self._pool if image.features is not None}
         self._pool, self._order = [], []
         self._drawn = torch.zeros((), dtype=torch.int64)
         self._context, self._seed = context, torch.initial_seed()
@@ -118,28 +118,28 @@ class Replay:
                 seed = int(np.random.SeedSequence([self._seed, position]).generate_state(1)[0])
                 pictures = self._source.pictures(name, self._per_class, seed)
                 new = [picture for picture in pictures if (picture, first) not in known]
-                known |= {(made.picture, first): made for made in self._prepared(new, number, first, scores)}
+                known |= {(image.picture, first): image for image in self._prepared(new, number, first, scores)}
                 added = [known[picture, first] for picture in pictures]
                 places.append(range(len(self._pool), len(self._pool) + len(added)))
                 self._pool += added
         most = max(len(of_class) for of_class in places)
         self._order = [int(i) for of_class in places for i in np.resize(of_class, most)]
-        megabytes = sum(photograph.memory() for photograph in self._pool) / 1e6
+        megabytes = sum(image.memory() for image in self._pool) / 1e6
         log.info(f"replay: {len(self._pool)} images of {len(places)} old classes, {megabytes:.0f} MB in memory")
 
     @torch.no_grad()
     def _prepared(
         self, pictures: list[Picture], increment: int, first: int, scores: Scores | None
-    ) -> list[_Photograph]:
+    ) -> list[_ReplayImage]:
         found = []
-        for start in range(0, len(pictures), _AT_ONCE):
-            some = pictures[start : start + _AT_ONCE]
+        for start in range(0, len(pictures), _BATCH):
+            some = pictures[start : start + _BATCH]
             inputs = self._inputs(some)
-            said = None if scores is None else _half(scores(increment, inputs))
-            kept = tuple(_half(part) for part in inputs) if isinstance(inputs, tuple) else None
+            scored = None if scores is None else _half(scores(increment, inputs))
+            stored = tuple(_half(part) for part in inputs) if isinstance(inputs, tuple) else None
             for row, picture in enumerate(some):
-                features = None if kept is None else tuple(part[row] for part in kept)
-                found.append(_Photograph(picture, features, None if said is None else said[row], first))
+                features = None if stored is None else tuple(part[row] for part in stored)
+                found.append(_ReplayImage(picture, features, None if scored is None else scored[row], first))
         return found
 
     def _inputs(self, pictures: list[Picture]) -> Inputs:
@@ -148,21 +148,21 @@ class Replay:
         return self._context.images.inputs([picture() for picture in pictures])
 
     def extend(self, batch: Batch) -> Batch:
-        """The batch and as many photographs behind it; itself where nothing is old."""
+        """Return the batch followed by as many replay images; the batch itself if no class is old."""
         if not self._pool:
             return batch
         chosen = [self._pool[i] for i in self._draw(len(batch.labels))]
-        labels = torch.stack([photograph.labels(batch.size) for photograph in chosen])
+        labels = torch.stack([image.labels(batch.size) for image in chosen])
         return add_images(batch, [Batch(self._inputs_of(chosen), labels, batch.counts)], self._context.processes)
 
-    def _inputs_of(self, chosen: list[_Photograph]) -> Inputs:
-        rows = [photograph.features for photograph in chosen if photograph.features is not None]
+    def _inputs_of(self, chosen: list[_ReplayImage]) -> Inputs:
+        rows = [image.features for image in chosen if image.features is not None]
         if len(rows) < len(chosen):
-            return self._inputs([photograph.picture for photograph in chosen])
+            return self._inputs([image.picture for image in chosen])
         return tuple(torch.stack(parts).float() for parts in zip(*rows, strict=True))
 
     def _draw(self, num_images: int) -> list[int]:
-        """This process's part of the next photographs, as many over all processes as the batch has images."""
+        """Return the next pool positions of this process; over all processes as many as the batch has images."""
         total = round(float(self._context.processes.sum(torch.tensor(float(num_images)))))
         begin = int(self._drawn)
         self._drawn = self._drawn + total
@@ -183,12 +183,12 @@ class Replay:
 
 
 def _half(tensor: Tensor) -> Tensor:
-    """As the feature cache keeps it: half precision without infinities."""
+    """Return a tensor in the precision of the feature cache: half, without infinities."""
     return tensor.clamp(-_HALF_MAX, _HALF_MAX).half().cpu()
 
 
 def add_images(batch: Batch, more: Sequence[Batch], processes: Processes) -> Batch:
-    """Return the batch with the images of others behind it, counted over all processes."""
+    """Return the batch followed by the images of others; label counts are over all processes."""
     device = batch.labels.device
     labels = torch.cat([nearest(one.labels, batch.size) for one in more]).to(batch.labels)
     counts = processes.mean(torch.bincount(labels.flatten(), minlength=256).to(batch.counts))
@@ -213,7 +213,7 @@ def packed(batches: Sequence[Batch]) -> dict[str, Tensor]:
 
 
 def unpacked(state: dict[str, Tensor]) -> list[Batch]:
-    """Return what was `packed`."""
+    """Return the images that `packed` made tensors of."""
     batches: list[Batch] = []
     while f"stored.{len(batches)}.0" in state:
         first = f"stored.{len(batches)}."

@@ -1,10 +1,11 @@
 """Riemannian walk, RW (Chaudhry et al., 2018; for segmentation as MiB runs it, 2020).
 
-EWC and PI together: cross-entropy + λ·Σ I·(θ − θ_old)² (`quadratic_penalty`), I the sum of the Fisher information
-(`running_square`) and of a score, the fall of the loss per distance on the Riemannian manifold (`walk_step`), summed
-over updates and averaged with the score of the steps before; each min-max normalised per tensor (`min_max`).
+EWC and PI combined: cross-entropy + λ·Σ I·(θ − θ_old)² (`quadratic_penalty`). I is the Fisher information
+(`running_square`) plus a score: the decrease of the loss per distance on the Riemannian manifold (`walk_step`), summed
+over the updates of a step and averaged with the score of earlier steps. Both are min-max normalised per tensor
+(`min_max`).
 
-The score is taken at every update; MiB takes it at every tenth.
+The score is computed at every update; MiB computes it at every tenth.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class RW(ConsolidatedMethod):
         """Options of RW.
 
         Args:
-            weight: of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 4·weight·lr below 1.36.
+            weight: weight of the penalty; 0 is fine-tuning. SGD with momentum 0.9 needs 4·weight·lr below 1.36.
         """
 
         weight: float = setting(100.0, affects="later")  # MiB

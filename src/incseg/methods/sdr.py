@@ -1,19 +1,20 @@
 """SDR: repulsion and attraction of sparse and disentangled representations (Michieli and Zanuttigh, 2021).
 
-Forgetting is fought where classes take shape, in the features: those of an old class stay at its prototype
-(`matching`), every class gathers round its own (`attraction`), classes move apart (`repulsion`), and a term meant to
-make features sparse leaves room for more (`sparsity_sum`). On the outputs: cross-entropy and distillation
-(`output: kd`), or the two losses of MiB (`output: mib`, the paper's SDR+MiB).
+SDR counters forgetting in the feature space. Features of an old class stay at its prototype (`matching`), features of
+every class are drawn to its prototype (`attraction`), classes are pushed apart (`repulsion`), and sparse features leave
+room for later classes (`sparsity_sum`). The losses on the outputs are cross-entropy and distillation (`output: kd`), or
+those of MiB (`output: mib`, the paper's SDR+MiB).
 
-Prototypes are running means of features (`running_mean`) over the positions that the labels give to a class, in the
-step that learns it; later it rests, and the positions of an old class are background where the teacher's arg-max
-says so. Features are the encoder's last stage; where the backbone is frozen it cannot change, and the head's output
-(`Output.embedding`) is taken instead. Step 0 is plain cross-entropy, during which prototypes are gathered.
+A prototype is the running mean of the features (`running_mean`) at the positions labelled with its class, in the step
+that learns the class; it is fixed afterwards. In later steps, positions of an old class are those background positions
+where the teacher's arg-max is that class. Features are the encoder's last stage, or the head's output
+(`Output.embedding`) if the backbone is frozen. Step 0 is trained by cross-entropy alone and collects prototypes.
 
-Where ours departs: background has no prototype in any setting (the paper gives it one in disjoint step 0), and the
-old classes that the teacher sees are gathered and parted too, where the paper's code takes labels alone; sparsity
-takes the maximum per class and image, not per class and batch, so that it does not depend on the number of processes,
-reads negative features as zero, and is bounded (`sparsity_sum`). Its network ends each block in ReLU, ours may not.
+Differences from SDR: background has no prototype in any setting (the paper gives it one in disjoint step 0).
+Attraction and repulsion include the old classes that the teacher predicts; the paper's code uses labels alone. Sparsity
+takes the maximum per class and image, not per class and batch, so it does not depend on the number of processes; it
+reads negative features as zero and is bounded (`sparsity_sum`). The paper's network ends each block in a ReLU; networks
+here may not.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class SDR(Method):
         self._sums = torch.zeros(0, 0)
 
     def begin_step(self, context: StepContext) -> None:
-        """Room for the prototypes of the new classes: row 0, background's, stays empty."""
+        """Add rows for the prototypes of the new classes. Row 0, of background, stays empty."""
         config, backbone = context.model.config, context.model.backbone
         self._reads_embedding = config.freeze_backbone
         width = config.width if self._reads_embedding else backbone.channels[-1]
@@ -90,9 +91,9 @@ class SDR(Method):
         self._prototypes, self._seen = prototypes, seen
 
     def before_update(self, average: Average, step: Step) -> None:
-        """Take the means of classes over the whole batch; prototypes of the new classes move before they are used.
+        """Compute the class means of the whole batch, and update the prototypes of the new classes before their use.
 
-        Distances between means are not sums over images, so each part needs the means of all of them.
+        Distances between means are not sums over images, so each part of the batch needs the means of the whole.
         """
         self._sums = average(self._class_sums)
         means, counts = means_of(self._sums)
@@ -104,7 +105,7 @@ class SDR(Method):
         return class_sums(flatten_positions(features), members)
 
     def _positions(self, batch: Batch, out: Output, teacher: Output | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, the labels of their positions, and to which classes these belong."""
+        """Return the features, the labels of their positions, and the membership of the positions in classes."""
         features = out.embedding if self._reads_embedding else out.stages[-1]
         size = (features.shape[-2], features.shape[-1])
         labels = position_labels(batch.labels, teacher.logits if teacher else None, size)
@@ -124,7 +125,7 @@ class SDR(Method):
         return super().losses(batch, out, teacher, step) | self._feature_losses(batch, out, teacher, step)
 
     def _feature_losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
-        """None in step 0, where prototypes are only gathered."""
+        """Return the losses on features; none in step 0, which only collects prototypes."""
         if teacher is None:
             return {}
         config = self.config

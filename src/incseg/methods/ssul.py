@@ -1,18 +1,20 @@
 """SSUL: segmentation with unknown label (Cha et al., 2021), without its memory and without its saliency detector.
 
-Nothing is forgotten that does not move: after step 0 the network, the statistics of its norms and the old
-classifiers are frozen, and only the new classifier learns. Every class is a sigmoid of its own
-(`binary_cross_entropy`), so a new one does not press on the old. The teacher's confident predictions tell old classes
-from background in today's background (`sure_background`).
+After step 0 the network, the statistics of its norms and the old classifiers are frozen. Only the new classifier and
+the score of background are trained. Every class has its own sigmoid (`binary_cross_entropy`), so a new class does not
+lower the old ones. Among pixels labelled background, confident predictions of the teacher separate old classes from
+background (`sure_background`).
 
-SSUL splits background by a pretrained saliency detector: salient pixels that no class claims are "unknown", a class
-of its own from step 0 on, trained in every step, merged with background in the prediction and the start of the new
-classifiers; background itself all but rests (a ten-thousandth of the learning rate). No such detector is at hand,
-and the network cannot tell unknown objects in step 0. So ours has no unknown output: unknown is a background pixel of
-which the teacher is neither sure that it is background nor that it is an old class, and there the background's score
-is not trained (`unknown: ignore`). As step 0 taught future objects as background, that score must give way: it goes on
-learning, from pixels of new classes (no), of old ones (no) and of sure background (yes). New classifiers start small,
-and are one 1×1 convolution; SSUL's have a 3×3 convolution and a norm of their own.
+SSUL splits background with a pretrained saliency detector. Salient pixels without a class label are "unknown": an
+output that is trained from step 0 on, that counts as background in the prediction, and that new classifiers start
+from. Background itself learns at a ten-thousandth of the learning rate.
+
+This implementation has no saliency detector, and the network cannot detect unknown objects in step 0. So it has no
+unknown output. A background pixel is unknown if the teacher is confident neither of background nor of an old class;
+the score of background is not trained there (`unknown: ignore`). Step 0 taught that future objects are background, so
+that score must be corrected: pixels of new and old classes are its negatives, confident background its positives.
+New classifiers start with small random weights and are one 1×1 convolution; those of SSUL have a 3×3 convolution and a
+norm in addition.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ class SSUL(Method):
         """Options of SSUL.
 
         Args:
-            unknown: background pixels of which the teacher is not sure: left out of the background's loss (ignore),
-                or background like the others (background).
-            confidence: the sigmoid from which on the teacher is sure.
+            unknown: treatment of background pixels where the teacher is not confident: leave them out of the loss of
+                background (ignore), or use them as background (background).
+            confidence: lowest sigmoid at which the teacher counts as confident.
         """
 
         unknown: Literal["ignore", "background"] = "ignore"
@@ -53,7 +55,7 @@ class SSUL(Method):
     config: Config
 
     def begin_step(self, context: StepContext) -> None:
-        """Freeze all but the new classifier and the one with the background's output."""
+        """Freeze all but the new classifier and the one that holds the output of background."""
         if context.step.index == 0:
             return
         model = context.model.eval().requires_grad_(False)
@@ -68,15 +70,15 @@ class SSUL(Method):
         return {"bce": PixelMean(new), "background": PixelMean(self._background_loss(logits[:, 0], labels, teacher))}
 
     def _background_loss(self, score: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-        """BCE of the background's score per pixel: yes, no, or not asked."""
-        yes, old = sure_background(labels, teacher_logits, self.config.confidence)
+        """Return the BCE of the score of background at each pixel; 0 where the pixel is left out."""
+        positive, old = sure_background(labels, teacher_logits, self.config.confidence)
         if self.config.unknown == "background":
-            yes = (labels == BACKGROUND) & ~old
-        no = old | ((labels != BACKGROUND) & (labels != IGNORE))
-        return torch.where(yes, log_one_plus_exp(-score), 0) + torch.where(no, log_one_plus_exp(score), 0)
+            positive = (labels == BACKGROUND) & ~old
+        negative = old | ((labels != BACKGROUND) & (labels != IGNORE))
+        return torch.where(positive, log_one_plus_exp(-score), 0) + torch.where(negative, log_one_plus_exp(score), 0)
 
     def end_step(self, context: StepContext) -> None:
-        """The base classes share a tensor with background: put them back where weight decay has moved them."""
+        """Restore the base classes: they share a tensor with background, so weight decay has changed them."""
         if context.teacher is None:
             return
         mine, old = context.model.classifiers[0], context.teacher.classifiers[0]
