@@ -173,7 +173,7 @@ def test_a_weight_for_every_pixel_has_its_gradient_in_closed_form() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"class_weight": 2.0}, "from 0 to 1"), ({"class_weight": 0.5, "foreground_weight": True}, "choose one")],
+    [({"class_weight": 2.0}, "from 0 to 1"), ({"class_weight": 0.5, "foreground_weight": True}, "set only one")],
 )
 def test_weights_that_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -212,7 +212,7 @@ def test_two_processes_learn_the_same_head(tmp_path: Path) -> None:
 
 
 def test_methods_that_share_a_background_cannot_leave_the_model_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot add classes to a model that stays as it is"):
+    with pytest.raises(UserError, match="cannot add classes to a frozen model"):
         train(small_config(tmp_path / "run", method={"name": "mib"}, train={"frozen_later": "model"}))
     with pytest.raises(UserError, match=r"train\.own_head is for train\.frozen_later model"):
         small_config(tmp_path / "run", train={"own_head": True})

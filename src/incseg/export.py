@@ -86,7 +86,7 @@ class _Graph(nn.Module):
         self.register_buffer("std", torch.tensor(model.backbone.std).view(3, 1, 1))
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        logits = self.model((image.float() / 255 - self.mean) / self.std).logits
+        logits = self.model.scores((image.float() / 255 - self.mean) / self.std)
         size = (image.shape[-2], image.shape[-1])
         enlarged = F.interpolate(logits, size, mode="bilinear", align_corners=False)
         prediction = self.method.predict(enlarged, self.model.increments)

@@ -288,7 +288,7 @@ class Predictor:
         backbone = self.model.backbone
         pixels = normalise(image, backbone.mean, backbone.std).unsqueeze(0).to(self.runtime.device)
         with self.runtime.autocast():
-            return self.model(pixels).logits.float()
+            return self.model.scores(pixels).float()
 
     @torch.inference_mode()
     def _decide(self, rgb: Image.Image, logits: Tensor, with_probabilities: bool) -> Result:

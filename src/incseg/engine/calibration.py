@@ -46,7 +46,7 @@ def score_on_held_out(
     for inputs, labels, _ in batches:
         labels = thinned(labels, _STRIDE).to(runtime.device)
         with runtime.autocast():
-            logits = model(runtime.move(inputs)).logits
+            logits = model.scores(runtime.move(inputs))
         near = near_new_objects(labels, num_old, MARGIN // _STRIDE)
         for rows, strip in row_strips(logits, (labels.shape[-2], labels.shape[-1])):
             before = method.predict(strip[:, :num_old], old).labels

@@ -133,7 +133,7 @@ class Evaluator:
                 labels = labels.to(device, non_blocking=True)
                 in_matrix = torch.tensor([allowed[i] for i in indices], device=device).view(-1, 1, 1)
                 with self.runtime.autocast():
-                    logits = model(self.runtime.move(inputs)).logits
+                    logits = model.scores(self.runtime.move(inputs))
                 if not bool(logits.isfinite().all()):
                     raise UserError(
                         f"step {step.index}: the model's scores are not finite, so its training has diverged; lower "

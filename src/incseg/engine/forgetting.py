@@ -90,7 +90,7 @@ def compare_models(
         counted.add_images(labels)
         labels, inputs = labels.to(runtime.device), runtime.move(inputs)
         with runtime.autocast():
-            logits = [model.eval()(inputs).logits for model, _ in models]
+            logits = [model.eval().scores(inputs) for model, _ in models]
         near = near_new_objects(labels, before.num_classes, MARGIN)
         for rows, strips in row_strips_of_all(logits, (labels.shape[-2], labels.shape[-1])):
             first, second, *third = (

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,16 @@ from incseg.models.aspp import ASPP, Neck, TorchvisionHead, default_dilations
 from incseg.models.backbones import build_backbone
 from incseg.models.classifiers import Classifier, find_classifier
 from incseg.models.closed_form import ClosedForm, Design
+from incseg.models.sharpen import GUIDE_STRIDE, guide_of, sharpened
 from incseg.outputs.evidential import Rectifier
+from incseg.settings import setting
 from incseg.types import Increment, Inputs, Output, UserError
 
 FINER = 4
 """Scores of heads that see the image at different sizes are combined on a grid this many times finer. Interpolated
 straight to the features' grid and then to the image, small objects of the old classes would be smoothed away."""
+MOST_ROUNDS = 20
+"""Of `sharpen`: each takes time and widens what is averaged."""
 Frozen = Literal["nothing", "statistics", "head", "model"]
 
 
@@ -51,6 +55,8 @@ class ModelConfig:
         head: Empty for the field's (MiB's); torchvision for that of its DeepLabv3, which has one layer more
             (incseg import makes such models).
         classifier: how scores are made of the head's output: empty for linear, or package.module:Class.
+        sharpen: At test and prediction, how many rounds move the scores to the edges of the image (models/sharpen.py);
+            0 for plain interpolation.
     """
 
     backbone: str = "resnet101"
@@ -63,6 +69,18 @@ class ModelConfig:
     freeze_backbone: bool = False
     head: Literal["torchvision"] | None = None
     classifier: str | None = None
+    sharpen: int = setting(0, affects="inference")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sharpen <= MOST_ROUNDS:
+            raise UserError(f"model.sharpen is {self.sharpen}; give a number of rounds from 0 to {MOST_ROUNDS}")
+
+
+class Seen(NamedTuple):
+    """What the heads read of images at one size: stages of the backbone and, to sharpen scores, the image's colours."""
+
+    stages: tuple[Tensor, ...]
+    guide: Tensor | None
 
 
 class Head(nn.Module):
@@ -133,12 +151,13 @@ class Segmenter(nn.Module):
     @property
     def finer(self) -> int:
         """How many times finer than the features the logits are, where heads of several sizes come together."""
-        return FINER if len(self._shrinks_read) > 1 else 1
+        return FINER if len(self._shrinks_read) > 1 and not self.config.sharpen else 1
 
     @property
     def stride(self) -> int:
-        """Pixels of the image per position of the logits."""
-        return self.backbone.strides[self._stages_read()[0]] * min(self._shrinks_read) // self.finer
+        """Pixels of the image per position of `scores`."""
+        of_head = GUIDE_STRIDE if self.config.sharpen else self.backbone.strides[self._stages_read()[0]]
+        return of_head * min(self._shrinks_read) // self.finer
 
     @property
     def unit(self) -> int:
@@ -292,13 +311,29 @@ class Segmenter(nn.Module):
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return what the heads read of images, at each of `sizes`: what a feature cache holds."""
-        return tuple(f for size in self.sizes for f in self.read_by_head(self.encode(shrunk(images, size))))
+        found = list[Tensor]()
+        for size in self.sizes:
+            image = shrunk(images, size)
+            stages, guide = self._seen(self.encode(image), image)
+            found += [*stages, *([] if guide is None else [guide])]
+        return tuple(found)
 
-    def by_size(self, features: tuple[Tensor, ...]) -> dict[int, tuple[Tensor, ...]]:
+    def by_size(self, features: tuple[Tensor, ...]) -> dict[int, Seen]:
         """Return what `features` gives, for each of `sizes`."""
-        number = len(self._stages_read())
-        starts = {size: index * number for index, size in enumerate(self.sizes)}
-        return {size: features[first : first + number] for size, first in starts.items()}
+        stages, guides = len(self._stages_read()), 1 if self.config.sharpen else 0
+        found = {}
+        for index, size in enumerate(self.sizes):
+            first = index * (stages + guides)
+            guide = features[first + stages] if guides else None
+            found[size] = Seen(features[first : first + stages], guide)
+        return found
+
+    def _seen(self, stages: tuple[Tensor, ...], images: Tensor) -> Seen:
+        """Return what the heads read, from all stages of the backbone and the images that they are of."""
+        if not self.config.sharpen:
+            return Seen(self.read_by_head(stages), None)
+        mean, std = (images.new_tensor(part).view(3, 1, 1) for part in (self.backbone.mean, self.backbone.std))
+        return Seen(self.read_by_head(stages), guide_of(images) * std + mean)
 
     def decode(self, features: tuple[Tensor, ...]) -> Output:
         """Run heads and classifiers on the output of `features`."""
@@ -306,35 +341,62 @@ class Segmenter(nn.Module):
 
     def forward(self, inputs: Inputs) -> Output:
         """Run the network on (B, 3, H, W) normalised images or on their features; logits have its own resolution."""
-        if not isinstance(inputs, Tensor):
-            return self.decode(inputs)
-        stages = {size: self.encode(shrunk(inputs, size)) for size in sorted({*self._shrinks_read, self.shrinks[0]})}
-        features = {size: self.read_by_head(seen) for size, seen in stages.items()}
-        return self._decode(features, stages[self.shrinks[0]])
+        seen, stages = self._look(inputs)
+        return self._decode(seen, stages)
 
-    def _decode(self, features: dict[int, tuple[Tensor, ...]], stages: tuple[Tensor, ...] = ()) -> Output:
-        """Run heads and classifiers on the features of each size."""
+    def scores(self, inputs: Inputs) -> Tensor:
+        """Return the logits that predictions are made of: as `forward`, and sharpened where the model says so."""
+        if not self.config.sharpen:
+            return self(inputs).logits
+        seen, _ = self._look(inputs)
+        return self._decode(seen, sharpen=self.config.sharpen).logits
+
+    def _look(self, inputs: Inputs) -> tuple[dict[int, Seen], tuple[Tensor, ...]]:
+        """Return what the heads read at each size and, of images, all stages of the first head's size."""
+        if not isinstance(inputs, Tensor):
+            return self.by_size(inputs), ()
+        seen, of_first = dict[int, Seen](), tuple[Tensor, ...]()
+        for size in sorted({*self._shrinks_read, self.shrinks[0]}):
+            image = shrunk(inputs, size)
+            stages = self.encode(image)
+            seen[size] = self._seen(stages, image)
+            of_first = stages if size == self.shrinks[0] else of_first
+        return seen, of_first
+
+    def _decode(self, seen: dict[int, Seen], stages: tuple[Tensor, ...] = (), sharpen: int = 0) -> Output:
+        """Run heads and classifiers on what they read at each size; sharpen the scores of each."""
         if not self.classifiers:
             raise RuntimeError("the model has no classes yet; call grow first")
-        embedding = self._embedding(0, features[self.shrinks[0]])
+
+        def at_edges(logits: Tensor, shrink: int) -> Tensor:
+            guide = seen[shrink].guide
+            return sharpened(logits, guide, sharpen) if sharpen and guide is not None else logits
+
+        embedding = self._embedding(0, seen[self.shrinks[0]].stages)
         if all(increment.head == 0 for increment in self.increments):
-            return Output(self._classified(embedding, range(len(self.classifiers))), embedding, stages)
-        height, width = features[min(self._shrinks_read)][0].shape[-2:]
-        size = (self.finer * height, self.finer * width)
+            logits = at_edges(self._classified(embedding, range(len(self.classifiers))), self.shrinks[0])
+            return Output(logits, embedding, stages)
+        finest = seen[min(self._shrinks_read)]
+        if sharpen and finest.guide is not None:
+            size = finest.guide.shape[-2:]
+        else:
+            size = torch.Size(
+                FINER * side if len(self._shrinks_read) > 1 else side for side in finest.stages[0].shape[-2:]
+            )
         by_increment: dict[int, Tensor] = {}
         for head, shrink in enumerate(self.shrinks):
             own = [index for index, increment in enumerate(self.increments) if increment.head == head]
             if not own or self.increments[own[0]].solved:
                 continue
-            read = embedding if head == 0 else self._embedding(head, features[shrink])
-            logits = resized(self._classified(read, own), size)
+            read = embedding if head == 0 else self._embedding(head, seen[shrink].stages)
+            logits = resized(at_edges(self._classified(read, own), shrink), size)
             widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
             by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
         if len(by_increment) == len(self.increments):
             return Output(torch.cat([by_increment[i] for i in sorted(by_increment)], 1), embedding, stages)
         form, shrink = self._solving()
-        read = embedding if shrink == self.shrinks[0] else self._embedding(0, features[shrink])
-        solved = resized(form(read, features[shrink]), size)
+        read = embedding if shrink == self.shrinks[0] else self._embedding(0, seen[shrink].stages)
+        solved = resized(at_edges(form(read, seen[shrink].stages), shrink), size)
         scores = torch.cat([by_increment[i] for i in sorted(by_increment)], 1) if by_increment else None
         return Output(self._combined(scores, solved), embedding, stages)
 
@@ -360,9 +422,9 @@ class Segmenter(nn.Module):
         """Return what the closed form reads of images or of their features, `ClosedForm.inputs`, and the first head's
         embedding of the same size."""
         form, shrink = self._solving()
-        seen = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[shrink]
-        embedding = self._embedding(0, seen)
-        return *form.inputs(embedding, seen), embedding
+        stages = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[shrink].stages
+        embedding = self._embedding(0, stages)
+        return *form.inputs(embedding, stages), embedding
 
     def cell_logits(self, embedding: Tensor, random: Tensor) -> Tensor | None:
         """(n, C) logits of single cells, from (n, width) embedding and (n, D + 1) random features; None where heads see
