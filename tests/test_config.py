@@ -105,5 +105,5 @@ def test_steps_are_shared_by_what_settings_affect(tmp_path: Path, changes: dict[
 def test_a_root_for_the_embedded_dataset_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A newcomer who leaves out --data folder must not train on shapes for minutes."""
     assert main(["train", "--root", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    assert "add --data folder" in capsys.readouterr().err
+    assert "set --data folder" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

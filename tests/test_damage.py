@@ -172,7 +172,7 @@ def test_the_configuration_of_a_run_is_checked(copied: Path, change: Callable[[A
 def test_a_model_is_not_tested_by_another_task(copied: Path, task: str) -> None:
     file = RunDir(copied).config
     file.write_text(file.read_text().replace("task: 8-2", f"task: {task}"))
-    with pytest.raises(UserError, match=rf"knows 10 classes, which is not step 1 of task '{task}'"):
+    with pytest.raises(UserError, match=rf"knows 10 classes, which does not fit step 1 of task '{task}'"):
         evaluate(copied)
 
 

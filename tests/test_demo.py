@@ -738,7 +738,7 @@ def test_command_opens_a_browser(rival, capsys, monkeypatch):
 def test_warning_line(rival, capsys, monkeypatch):
     monkeypatch.setattr(DemoServer, "serve_forever", lambda self: None)
     assert main(["demo", str(rival), "--port", "0", "--host", "0.0.0.0"]) == 0
-    assert capsys.readouterr().err.startswith("warning: whoever reaches this machine at port ")
+    assert capsys.readouterr().err.startswith("warning: everyone who can connect to port ")
     assert main(["demo", str(rival), "--port", "0"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -68,7 +68,7 @@ def test_a_place_for_caches_that_is_no_folder(
     code, found = doctor(capsys)
     assert code == 0
     assert (found["cache"]["state"], found["cache"]["remedy"]) == ("warning", "set INCSEG_CACHE to a folder")
-    assert found["cache"]["text"].endswith("file is no folder")
+    assert found["cache"]["text"].endswith("file is not a folder")
     assert "cache disk" not in found
 
 

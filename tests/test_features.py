@@ -768,7 +768,7 @@ def test_the_list_tells_what_is_kept(
     assert re.search(rf"{part.name}\n  shapes train, 8 of 32 images, .* last used (1999-12-31|2000-01-0[12]) ", shown)
     assert "presence\n  1 lists of the classes in each image, 0.000 GB, last made 20" in shown
     assert "steps\n  1 trained steps for --reuse, 0.004 GB, last made 20" in shown
-    assert re.search(rf"^\d\.\d\d\d GB in {root}; INCSEG_CACHE names another place$", shown, re.M)
+    assert re.search(rf"^\d\.\d\d\d GB in {root}; INCSEG_CACHE sets another folder$", shown, re.M)
 
 
 @pytest.mark.parametrize("argv", [["cache"], ["cache", "clear", "--all"]])
@@ -780,7 +780,7 @@ def test_a_place_for_caches_that_is_no_folder(
     for place in (file, file / "below"):
         monkeypatch.setenv("INCSEG_CACHE", str(place))
         assert main(argv) == 2
-        said = f"error: caches are to lie in '{place}', but {file} is no folder; set INCSEG_CACHE to one\n"
+        said = f"error: the folder of caches is '{place}', but {file} is not a folder; set INCSEG_CACHE to another\n"
         assert capsys.readouterr() == ("", said)
     monkeypatch.setenv("INCSEG_CACHE", str(tmp_path / "new"))
     assert main(argv) == 0
@@ -828,7 +828,7 @@ def test_clearing_everything(two_caches: tuple[Path, Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["clear"], "say what to clear: names, as incseg cache lists them, or --all"),
+        (["clear"], "incseg cache clear needs either names, as incseg cache lists them, or --all"),
         (["clear", ""], "unknown cache ''"),
         (["clear", "../outside"], "unknown cache '../outside'"),
         (["clear", "shapes-trian"], "unknown cache 'shapes-trian'"),
@@ -885,7 +885,7 @@ def test_a_kind_of_cache_that_is_a_link_is_left_alone(
     (root / kind).symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
     assert main(["cache", "clear", "--all"]) == 2
-    assert f"{root / kind} is a link to another place" in capsys.readouterr().err
+    assert f"{root / kind} is a link to another folder" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["cache"]) == 0
 

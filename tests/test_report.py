@@ -36,7 +36,7 @@ from incseg.report.pictures import (
 )
 from incseg.report.runs import collected_warnings, read_runs
 from incseg.report.sections import MOST_LINES, Ladder, Section, ladders_of, sections_of, step_name
-from incseg.report.style import INK, Drawn, keep, line_style
+from incseg.report.style import INK, Drawn, line_style, save_figure
 from incseg.run import train
 from incseg.types import IGNORE
 
@@ -412,7 +412,7 @@ def test_odd_names_and_tasks_that_look_alike_in_file_names(tmp_path: Path) -> No
     assert "<b>" not in page
     first, second = sections(tmp_path / "a", tmp_path / "b")
     assert first.key != second.key
-    keep(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is no mathematics
+    save_figure(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is no mathematics
     assert ElementTree.parse(tmp_path / "odd.svg")
 
 
@@ -574,7 +574,7 @@ def test_labels_in_figures_tell_only_what_differs(tmp_path: Path) -> None:
 def test_a_figure_is_the_same_every_time(tmp_path: Path) -> None:
     (section,) = sections(write_run(tmp_path / "run"))
     for place in ("one", "other"):
-        keep(class_heat_map(section.main, section.step_names), tmp_path / place, "a", "")
+        save_figure(class_heat_map(section.main, section.step_names), tmp_path / place, "a", "")
     for kind in ("svg", "png"):
         assert (tmp_path / f"one/a.{kind}").read_bytes() == (tmp_path / f"other/a.{kind}").read_bytes()
 

@@ -262,7 +262,7 @@ def test_a_report_has_summaries_in_its_tables_only(runs: Path, capsys: pytest.Ca
     capsys.readouterr()
     for given in (str(file), f"{file}/e1337"):
         assert main(["report", given, "--images", "0"]) == 2
-        assert capsys.readouterr().err == f"error: {given} is a file; say with --out DIR where its page goes\n"
+        assert capsys.readouterr().err == f"error: {given} is a file; set the folder of its page with --out DIR\n"
 
 
 def test_summaries_are_drawn_against_the_number_of_increments(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

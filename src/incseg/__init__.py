@@ -37,10 +37,10 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first asked for: torch takes seconds, and a version look-up has no need."""
+        """Import a public name on first use: importing torch takes seconds, and a version look-up does not need it."""
         if name not in _MODULES:
             raise AttributeError(f"module 'incseg' has no attribute '{name}'")
         from importlib import import_module

@@ -1,4 +1,4 @@
-"""Train and extend models from Python: what the commands of the same names do, with the same settings."""
+"""Train and extend models from Python, with the settings of the commands of the same names."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ StrPath = str | os.PathLike[str]
 class Run:
     """A finished run in its folder.
 
-    folder: holds the models of all steps, the settings, and what was measured.
-    method: the method's name; one from outside incseg is imported for `model` without being named again.
+    folder: models of all steps, settings and results.
+    method: name of the method. A method from outside incseg need not be named again for `model`.
 
     Example:
         >>> run = incseg.train(data="shapes", preset="shapes-quick", out="runs/quick")
@@ -47,19 +47,19 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One for each step: its classes, the mean IoU of base, new and all classes, and the IoU of each class."""
+        """One row per step: its classes, the mean IoU of base, new and all classes, and the IoU of each class."""
         return RunDir(self.folder).rows()
 
     @property
     def forgetting(self) -> dict[str, Any] | None:
-        """Of a run that extended a model: what happened to each old class and how well each new one is found."""
+        """Of a run that extended a model: the change of each old class, and the IoU of each new one."""
         file = RunDir(self.folder).forgetting
         return read_record(file) if file.exists() else None
 
     def table(self) -> str:
-        """Return a table to print: a row for each class, or for each step where there are several.
+        """Return a table to print, with one row per class, or per step if the run has several.
 
-        Of an extended model it has old and new classes, with a line about what changed for the old ones.
+        For an extended model it has old and new classes, and a line on the changes of the old ones.
         """
         if self.forgetting is not None:
             return "\n".join([_aligned(CLASS_HEADS, class_rows(self.forgetting)), *in_words(self.forgetting)])
@@ -93,13 +93,13 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
-    """Learn a task step by step, as `incseg train` does. The same call goes on where a run was interrupted.
+    """Learn a task step by step, like `incseg train`. The same call resumes an interrupted run.
 
-    data:     the kind of dataset: shapes, voc, ade20k or folder.
-    root:     its folder; shapes needs none.
-    task:     such as "15-1" or "joint", or groups of class names, [["cat", "dog"], ["bird"]].
-    method:   a name of `incseg list`, or a class of your own; by default the preset's.
-    out:      the run folder; by default a name in runs/ that is made of the settings.
+    data:     kind of dataset: shapes, voc, ade20k or folder.
+    root:     folder of the dataset; shapes needs none.
+    task:     for example "15-1" or "joint", or groups of class names, [["cat", "dog"], ["bird"]].
+    method:   a name from `incseg list`, or a class of your own; by default that of the preset.
+    out:      run folder; by default a folder in runs/ named by the settings.
     quiet:    print nothing.
     settings: all other settings of `incseg train --help-all`, nested, train={"lr": 0.1}, or by dotted names,
               **{"train.lr": 0.1}. They win over the preset.
@@ -139,14 +139,14 @@ def extend(
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
-    """Add classes to a model without the data that it learnt from, as `incseg extend` does.
+    """Add classes to a model without the data that it was trained on, like `incseg extend`.
 
     model:    a run, a model, a run folder or a model file.
-    root:     a labelled folder that shows the new classes: images/, masks/, classes.txt.
-    out:      the run folder to write.
-    classes:  which classes of the folder to add; by default all that the model does not know.
-    recipe:   how to learn: auto tries a few, from gentle to strong, and takes the best.
-    settings: settings of `incseg train` that win over the recipe. All else is as in `incseg extend --help`.
+    root:     a labelled folder with the new classes: images/, masks/, classes.txt.
+    out:      run folder to write.
+    classes:  classes of the folder to add; by default all that the model does not know.
+    recipe:   how to learn; auto tries several recipes, from gentle to strong, and takes the best.
+    settings: settings of `incseg train` that win over the recipe. For the others see `incseg extend --help`.
 
     Example:
         >>> run = incseg.extend("runs/mine", root="more-photographs", classes=["helmet"], out="runs/more")
@@ -191,7 +191,7 @@ def _path(path: StrPath | None) -> str | None:
 
 
 def _name(method: Any) -> Any:
-    """A class by the name that it is imported by; everything else as it is."""
+    """Return `package.module:Class` for a class, and anything else unchanged."""
     return f"{method.__module__}:{method.__qualname__}" if isinstance(method, type) else method
 
 
@@ -208,7 +208,7 @@ def _figure(value: float | None) -> str:
 
 
 def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width; numbers to the right."""
+    """Return a table with aligned columns, numbers to the right."""
     columns = list(zip(heads, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     numbers = [not any(cell[:1].isalpha() for cell in column[1:]) for column in columns]

@@ -1,8 +1,8 @@
 """The settings of a run: their dataclasses, config.yaml, and the comparison of settings.
 
-Each field says what it affects (settings.py). Resuming, reusing a trained step, `eval`, `sweep` and the report all ask
-that. Comparisons and hashes look only at values that differ from their defaults, so that a new option leaves older
-runs valid.
+Each field declares what it affects (settings.py). Resuming, reusing a trained step, `eval`, `sweep` and the report use
+that. Comparisons and hashes use only values that differ from their defaults, so older runs stay valid when an option
+is added.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from incseg.types import UserError
 
 _machine = partial(setting, affects="machine")
 OWN_PHOTOGRAPHS = "folder"
-"""The kind of dataset that people make themselves: its masks are checked, and its tables are for people."""
+"""The dataset of a user's own photographs: its masks are checked, and its tables have one row per class."""
 
 
 @dataclass
 class DataConfig:
-    """Where images come from.
+    """The dataset.
 
     Args:
         name: shapes, voc, ade20k, folder, or package.module:Class.
         root: folder of the dataset; shapes needs none.
-        presence: file of the classes in each training image, instead of reading all masks once.
-        classes_file: of folder, where it is not classes.txt in the root.
-        seed: of shapes.
+        presence: file with the classes in each training image, instead of reading all masks once.
+        classes_file: file of class names of a folder; empty for classes.txt in the root.
+        seed: seed of shapes.
         train_size: number of training scenes of shapes.
         val_size: number of test scenes of shapes.
         image_size: side of the scenes of shapes.
-        train_limit: use at most so many images in each step, evenly chosen; a try-out, not the protocol.
-        val_limit: test on at most so many images, evenly chosen.
-        holdout: keep every N-th training image out of every step and test on these instead of the test set;
-            settings are chosen so, never on the test set.
-        cache: auto keeps the features of a frozen backbone on disk where the input is deterministic up to a flip
+        train_limit: use at most N images in each step, evenly chosen; for a quick test, not for benchmarks.
+        val_limit: test on at most N images, evenly chosen.
+        holdout: leave every N-th training image out of every step and test on these images instead of the test set;
+            use it to choose settings.
+        cache: auto caches the features of a frozen backbone on disk if the input is deterministic up to a flip
             (train.scale empty); off computes them every time.
-        fit: crop shows the centre of an image, as the benchmarks do; whole shows all of it, on a frame that suits most
+        fit: crop shows the centre of an image, as in benchmarks; whole shows all of it, in a frame that suits most
             images of the dataset.
-        empty: leave_out, as the benchmarks do, or learn: images whose masks show no class at all are learnt from too,
-            as examples of what the classes are not, and all test images are tested on.
+        empty: use of images whose masks show no class: leave_out, as in benchmarks, or learn: they are negative
+            examples in training, and all test images are tested on.
     """
 
     name: str = "shapes"
@@ -80,23 +80,23 @@ class RunConfig:
     """Everything a run depends on; saved with it as config.yaml.
 
     Args:
-        preset: named settings the others start from; empty for the dataset's own.
-        task: such as 15-1, joint, or own groups of class names, cat,dog/bird.
+        preset: named settings with defaults for the others; empty for that of the dataset.
+        task: for example 15-1, joint, or groups of class names, cat,dog/bird.
         setting: which images a step gets: overlapped, disjoint, pseudo-disjoint (ade20k) or joint.
         rules: label rules, mib or plop; printed under every table.
         order: class order of ade20k, a or b.
-        start: run folder or model file to begin with: what it knows is step 0, taken as learnt, and the task names the
-            classes of this dataset that come to it, joint for all others (incseg extend sets all this).
-        seed: of everything random.
-        out: run folder; empty for runs/ and a name made of the settings.
+        start: run folder or model file to start from. Its classes are step 0 and are not trained; the task names the
+            classes of the dataset to add, joint for all others (incseg extend sets all this).
+        seed: seed of all random numbers.
+        out: run folder; empty for a folder in runs/ named by the settings.
         device: cpu, cuda, cuda:N or auto.
         precision: auto, float32, bfloat16 or float16; auto is float32 on the CPU.
-        threads: of torch on the CPU; empty for its own choice.
-        reuse: take a step that was trained before by the same recipe (data, model, method, schedule, seed) from the
-            cache instead of training it again, and keep the steps of this run for others.
-        table: classes prints one row per class, steps Base / New / All / Inc and the label rules; auto takes classes
-            for one's own photographs and steps for benchmarks.
-        data: where images come from.
+        threads: number of CPU threads of torch; empty for torch's own choice.
+        reuse: load a step from the cache if it was trained before by the same recipe (data, model, method, schedule,
+            seed), and add the steps of this run to the cache.
+        table: classes prints one row per class, steps prints Base / New / All / Inc and the label rules; auto is
+            classes for one's own photographs and steps for benchmarks.
+        data: the dataset.
         method: how classes are learnt.
         model: the network.
         train: how a step is trained.
@@ -136,7 +136,7 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """The run folder: `out`, or a name made of the settings."""
+        """The run folder: `out`, or a folder named by the settings."""
         if self.out:
             return Path(self.out)
         method = str(self.method["name"]).replace(":", ".")
@@ -145,7 +145,7 @@ class RunConfig:
 
 
 GROUPS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig}
-"""The groups of settings in config.yaml, beside the options of the method."""
+"""The groups of settings in config.yaml besides the options of the method."""
 
 
 def _plain(value: Any) -> Any:
@@ -173,9 +173,9 @@ def method_options(method: type[Method], *what: Affects) -> frozenset[str]:
 
 
 def differing_settings(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """Return in words the first settings of two configurations that differ and matter to a result; else nothing.
+    """Return the first settings that differ between two configurations and affect results, as text; empty if none do.
 
-    A setting that a configuration does not have, as it is older, counts as its default.
+    A setting that an older configuration does not have counts as its default.
     """
     method = find_method(here["method"]["name"])
     defaults = flatten({**RunConfig().as_dict(), "method": dataclasses.asdict(method.Config())})
@@ -186,7 +186,7 @@ def differing_settings(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def require_same_settings(run: RunDir, config: dict[str, Any]) -> None:
-    """Refuse to go on, where something was learnt, with settings that would have given another result."""
+    """Refuse to resume a run with settings that change results, if it has learnt anything."""
     if run.started and (differing := differing_settings(read_config(run.config), config)):
         raise UserError(
             f"{run.root} holds a run with other settings ({differing}); choose another --out, or delete the folder"
@@ -194,26 +194,26 @@ def require_same_settings(run: RunDir, config: dict[str, Any]) -> None:
 
 
 def open_run(run: RunDir, config: RunConfig) -> None:
-    """Begin a run or go on with it: lock its folder, and check that it belongs to these settings."""
+    """Start or resume a run: lock its folder and check that it has these settings."""
     run.lock()
     require_same_settings(run, config.as_dict())
-    if not run.started:  # also where nothing was learnt yet: a first try must not spoil the name
+    if not run.started:  # also if the folder exists but nothing was learnt: its name can still be used
         run.write_config(config.as_dict())
 
 
 def training_recipe(config: RunConfig, method: Method, step: int) -> dict[str, Any]:
-    """Return what model, training and method settings decide about how a step is trained."""
+    """Return the model, training and method settings that affect the training of a step."""
     what: tuple[Affects, ...] = ("training", "later") if step else ("training",)
     model = changed_values(config.model, *what)
-    model.pop("weights", None)  # their values count, not the name of their file
+    model.pop("weights", None)  # the values of the weights count, not the name of their file
     return {"model": model, "train": changed_values(config.train, *what), "method": method.recipe(step)}
 
 
 def base_key(config: RunConfig) -> str | None:
-    """Return what step 0 of a run depends on, as a hash; None for a run that shares nothing.
+    """Return a hash of everything that step 0 of a run depends on; None for a run that shares nothing.
 
-    It is made of the settings alone, without a look at the data: where two runs agree but their images differ, one
-    waits for the other in vain, no more.
+    It is made of the settings alone and does not read the data. If the images of two runs with equal hashes differ,
+    one waits for the other without need, and both are right.
     """
     if not config.reuse:
         return None
@@ -233,16 +233,16 @@ def base_key(config: RunConfig) -> str | None:
 
 
 def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a run of this dataset, preset and method has by default, as config.yaml holds them.
+    """Return the default settings of a run with this dataset, preset and method, in the form of config.yaml.
 
-    A method from outside is not imported for it, so that none of its options counts as usual.
+    A method from outside is not imported, so the defaults of its options are not known.
     """
     method, data = config["method"]["name"], config["data"]["name"]
     preset = config["preset"] or (default_preset(data) if data in SOURCES else "shapes")
     usual = {**RunConfig(preset=preset).as_dict(), "method": {"name": method}}
     if method in METHODS:
         usual["method"] |= dataclasses.asdict(METHODS[method].Config())
-    from_outside = ":" in preset  # the settings that a dataset from outside brings, which is not imported either
+    from_outside = ":" in preset  # the preset of a dataset from outside, which is not imported either
     for key, value in ({} if from_outside else preset_for(preset, method)).items():
         usual[key] = {**usual[key], **value} if isinstance(value, dict) else value
     return usual
@@ -252,7 +252,7 @@ def usual_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_code(values: dict[str, Any]) -> dict[str, object]:
-    """Return the names in a configuration that may stand for code outside incseg, by what they name."""
+    """Return the names in a configuration that may refer to code outside incseg, as {kind: name}."""
     return {
         "dataset": values["data"].get("name"),
         **{key: values["model"].get(key) for key in ("backbone", "classifier")},
@@ -260,10 +260,10 @@ def named_code(values: dict[str, Any]) -> dict[str, object]:
 
 
 def load_run_config(folder: Path) -> RunConfig:
-    """Return the configuration that a run was made with."""
+    """Return the configuration of a run."""
     values = read_config(RunDir(folder).config, "method", *GROUPS)
     if not isinstance(values["method"].get("name"), str):
-        raise UserError(f"{folder}/config.yaml lacks 'method.name', which every run has; restore it or start a new run")
+        raise UserError(f"{folder}/config.yaml lacks 'method.name'; restore it or start a new run")
     require_named_by_user(f"{folder}/config.yaml", named_code(values))
     try:
         for name, kind in GROUPS.items():
@@ -277,7 +277,7 @@ def load_run_config(folder: Path) -> RunConfig:
 
 
 def _require_types(kind: type, values: dict[str, Any]) -> None:
-    """A file that someone edited, or another version wrote, may hold anything."""
+    """Raise a TypeError unless the values have the types of the fields: the file may have been edited."""
     hints = get_type_hints(kind)
     for name, value in values.items():
         if name in hints and not _is_a(value, hints[name]):
@@ -285,7 +285,7 @@ def _require_types(kind: type, values: dict[str, Any]) -> None:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Return whether a value from YAML, which has lists only, can stand where a dataclass has this type."""
+    """Return whether a value from YAML, where tuples are lists, is valid for a field of this type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_is_a(value, part) for part in parts)

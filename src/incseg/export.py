@@ -26,10 +26,10 @@ from incseg.models.segmenter import Segmenter
 from incseg.types import UserError
 
 TOLERANCE = 1e-4
-"""Largest difference of a probability or of u between the graph and the model."""
+"""Largest allowed difference of a probability or of u between the graph and the model."""
 _MOST_TIES = 1e-3  # share of pixels whose label may differ, because two classes are equally probable there
 _NEVER_TILED = 2**15
-_OPSET = 17  # what onnxruntime reads since 2022
+_OPSET = 17  # onnxruntime supports it since 2022
 _DOCUMENT = {
     "image": "uint8 (batch, 3, height, width), RGB from 0 to 255; the graph normalises. Any size; the model was tested "
     "on images whose shorter side is test_size pixels (0: as they are).",
@@ -59,7 +59,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "aten::logaddexp": _logaddexp,
     "aten::xlogy": _xlogy,
 }
-"""What the exporter lacks, or writes as log(σ(x)), which is −∞ where a score is below −104."""
+"""Operations that the exporter lacks, or writes as log(σ(x)), which is −∞ for scores below −104."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def _own_operations() -> Iterator[None]:
 
 
 class _Graph(nn.Module):
-    """What the file computes: normalisation, network, enlargement to the input's size, the method's rule."""
+    """The graph of the file: normalisation, network, upsampling to the input's size, the method's rule."""
 
     mean: Tensor
     std: Tensor
@@ -94,20 +94,20 @@ class _Graph(nn.Module):
 
 
 def to_onnx(predictor: Predictor) -> Any:
-    """The predictor as an ONNX model with dynamic batch, height and width, and its description in the metadata."""
+    """Return the predictor as an ONNX model with dynamic batch, height and width, described in its metadata."""
     onnx, _ = onnx_packages()
     if not isinstance(predictor.model, Segmenter):
-        raise UserError(f"'{predictor.info['file']}' is an ONNX file already; give the model that it was made of")
+        raise UserError(f"'{predictor.info['file']}' is an ONNX file already; give the model that it was exported from")
     graph = _Graph(predictor.model.frozen_copy().cpu(), predictor.method)
-    # Of odd sides and two images, so that no size is taken for another or for a constant.
+    # Odd sides and two images, so that the exporter confuses no size with another or with a constant.
     example = torch.zeros(2, 3, 97, 131, dtype=torch.uint8)
     axes = {0: "batch", 2: "height", 3: "width"}
     plain = {0: "batch", 1: "height", 2: "width"}
     dynamic = {INPUT: axes, "probabilities": axes, "uncertainty": plain, "labels": plain}
     dynamic["logits"] = {0: "batch", 2: "rows", 3: "columns"}
     with warnings.catch_warnings(), torch.no_grad(), _own_operations(), tempfile.TemporaryDirectory() as folder:
-        # It warns of every size that Python sees, and of its own age: the newer exporter needs two packages more and
-        # refuses branches on values. `compare` shows that no size was made a constant.
+        # The exporter warns of every size that Python reads, and that it is deprecated. The newer one needs two more
+        # packages and refuses branches on values. `compare` checks that no size became a constant.
         warnings.simplefilter("ignore")
         try:
             torch.onnx.export(
@@ -117,7 +117,7 @@ def to_onnx(predictor: Predictor) -> Any:
         except torch.onnx.errors.OnnxExporterError as error:
             raise UserError(
                 f"ONNX cannot express this model or its method's predict ({str(error).splitlines()[0]}); "
-                "write that part with plainer operations"
+                "write that part with simpler operations"
             ) from error
         model = onnx.load(f"{folder}/model.onnx")
     model.producer_name, model.producer_version = "incseg", incseg.__version__
@@ -161,7 +161,7 @@ def _metadata(predictor: Predictor, model: Segmenter) -> dict[str, str]:
 
 
 def with_onnx(predictor: Predictor, threads: int | None = None) -> Predictor:
-    """The same predictor with its network run by onnxruntime."""
+    """Return the same predictor with its network run by onnxruntime."""
     network = OnnxNetwork(to_onnx(predictor), threads)
     file, method = Path(predictor.info["file"]), predictor.info["method"]["name"]
     return predictor_of(network, network.about, predictor.runtime, file, method)
@@ -169,7 +169,7 @@ def with_onnx(predictor: Predictor, threads: int | None = None) -> Predictor:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Between graph and model, over images of one size: largest of probability and u, share of other labels."""
+    """Differences between graph and model over images of one size: largest of probability and u, share of labels."""
 
     shape: tuple[int, int, int]
     probabilities: float
@@ -189,7 +189,7 @@ class Difference:
 
 
 def agreement_line(differences: list[Difference]) -> str:
-    """Return how closely an exported graph agrees with its model, in words."""
+    """Return a line on how closely an exported graph agrees with its model."""
     largest = max(max(one.probabilities, one.uncertainty) for one in differences)
     labels = 1 - max(one.labels for one in differences)
     return (
@@ -199,7 +199,7 @@ def agreement_line(differences: list[Difference]) -> str:
 
 
 def compare(model: Any, predictor: Predictor) -> list[Difference]:
-    """What the graph gives beside what the predictor gives, at three sizes, odd ones too, one and three images."""
+    """Compare graph and predictor at three sizes, also odd ones, with one and three images."""
     _, runtime = onnx_packages()
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     side = predictor.test_size or 224
@@ -224,19 +224,19 @@ def _difference(
 
 
 def _blotches(height: int, width: int, generator: np.random.Generator) -> Image.Image:
-    """A picture with edges and areas, on which a network has more to say than on noise."""
+    """Return a picture with edges and areas, on which predictions vary more than on noise."""
     coarse = generator.integers(0, 256, (4 + height // 24, 4 + width // 24, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def export_onnx(predictor: Predictor, file: Path, check: bool = True) -> list[Difference]:
-    """Write the file; with `check`, only if the graph agrees with the model. Returns what was compared."""
+    """Write the file and return the differences; with `check`, only if the graph agrees with the model."""
     model = to_onnx(predictor)
     differences = compare(model, predictor) if check else []
     if wrong := [difference for difference in differences if not difference.allowed]:
         raise UserError(
             f"the exported graph differs from the model ({wrong[0]}; allowed {TOLERANCE:g}), so {file} is not written; "
-            "report it, or write it all the same with --no-check"
+            "report it, or write it anyway with --no-check"
         )
     with replacing(file) as temporary:
         temporary.write_bytes(model.SerializeToString())

@@ -1,7 +1,7 @@
-"""What the models of some runs predict on a few test images: the part of a report that needs models and data.
+"""Predictions on a few test images: the part of a report that needs models and data.
 
-Everything is taken from evenly chosen test images, and what is shown of them is chosen by rule (report/pictures.py).
-Where something cannot be made, because data or models are not here, a line says so.
+Test images are chosen evenly, and those that are shown are chosen by rules (report/pictures.py). If data or models are
+missing, the report has a line about it instead.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from incseg.report.pictures import (
 )
 from incseg.report.runs import BROKEN, RunRecord, one_line
 from incseg.report.sections import MAIN, MethodRuns, Section
-from incseg.report.style import Drawn, keep
+from incseg.report.style import Drawn, save_figure
 from incseg.run import open_source, test_images_of
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 log = logging.getLogger("incseg")
 
 MOST_METHODS = 6
-"""Methods whose models are asked, the main one and then the best by All."""
+"""Methods whose models predict: the main one, then the best by All."""
 LONGEST_SIDE = 512
-"""Larger test images are shrunk to this: they are looked at, not measured."""
+"""Larger test images are reduced to this size: they are shown, not measured."""
 _CONFIDENCE_BINS = 15
 _SCORE_STRIDE = 2  # every N-th pixel in both directions is ranked, as in tests
 _MOST_MAPS = 3
 _STEPS_A_ROW = 6
 _FAILURES = (*BROKEN, RuntimeError)
-"""What data or models of another version, or half of them, can raise: a line says so, the rest is still made."""
+"""Errors of data or models that are missing, incomplete or of another version. The rest of the report is still made."""
 Models = Callable[[Path, int], Predictor]
-"""From a run folder and a step to its model."""
+"""Function from a run folder and a step to the model."""
 
 
 @dataclass(frozen=True)
 class Photo:
-    """A test image with its truth in dataset ids; 255 is not counted."""
+    """A test image with its ground truth in dataset ids; 255 is not counted."""
 
     name: str
     image: Image.Image
@@ -73,14 +73,14 @@ class Photo:
 
 
 @dataclass
-class Look:
-    """What one model predicts on the photos.
+class Predictions:
+    """The predictions of one model on the photos.
 
-    classes:     dataset ids it has learnt.
-    predicted:   (H, W) dataset ids, photo by photo.
-    scores:      of the photos that show a class it has learnt.
-    reliability: of its labels, over all photos.
-    unknown:     {"seen" or "background": histograms}, where classes are still to come.
+    classes:     dataset ids that the model has learnt.
+    predicted:   (H, W) dataset ids of each photo.
+    scores:      scores of the photos that show a learnt class.
+    reliability: reliability of the labels over all photos.
+    unknown:     {"seen" or "background": histograms}, if the task has further classes.
     """
 
     classes: tuple[int, ...]
@@ -92,7 +92,7 @@ class Look:
 
 @dataclass
 class Gallery:
-    """The photos of one section, and its models."""
+    """The photos of one section, and the predictions of its models."""
 
     section: Section
     source: Source
@@ -101,7 +101,7 @@ class Gallery:
     loaded: Models
     folder: Path
     missing: list[str] = field(default_factory=list)
-    looks: dict[str, list[Look]] = field(default_factory=dict)
+    predictions: dict[str, list[Predictions]] = field(default_factory=dict)
     """By the label of a method: the main one after every step, the others after the first and the last."""
 
     @property
@@ -111,34 +111,33 @@ class Gallery:
         return Classes({BACKGROUND: zero, **dict(enumerate(info.classes, start=1))}, self.source.palette)
 
     def truth(self, photo: int, learnt: Sequence[int], unseen: int) -> np.ndarray:
-        """Return the truth by which a model that has learnt these classes is tested: later ones are background, or
-        ignored."""
+        """Return the ground truth for a model that has learnt these classes. Later classes become `unseen`."""
         table = np.full(256, unseen, dtype=np.uint8)
         table[list(learnt)] = learnt
         table[IGNORE] = IGNORE
         table[BACKGROUND] = BACKGROUND if self.source.info.has_background else IGNORE
         return table[self.photos[photo].truth]
 
-    def look(self, record: RunRecord, step: int) -> Look:
-        """Show all photos to the model of a step."""
+    def predict(self, record: RunRecord, step: int) -> Predictions:
+        """Predict all photos with the model of a step."""
         predictor = self.loaded(record.folder, step)
         learnt = predictor.ids[1:]
-        look = Look(learnt)
+        found = Predictions(learnt)
         unseen = IGNORE if record.rules.get("unseen_at_test") == "ignore" else BACKGROUND
         future = step < record.num_steps - 1
         histograms = {other: torch.zeros(2, BINS, dtype=torch.int64) for other in ("seen", "background")}
         for index, photo in enumerate(self.photos):
             result = predictor.predict(photo.image, probabilities=True)
             truth = self.truth(index, learnt, unseen)
-            look.predicted.append(result.ids)
+            found.predicted.append(result.ids)
             if shown_classes(truth, learnt):
-                look.scores[index] = image_score(result.ids, truth)
-            _count_confidence(look.reliability, result, truth)
+                found.scores[index] = image_score(result.ids, truth)
+            _count_confidence(found.reliability, result, truth)
             if future:
                 self._count_unknown(histograms, result, photo.truth, learnt)
         if future:
-            look.unknown = {other: Unknown(*counts) for other, counts in histograms.items()}
-        return look
+            found.unknown = {other: Unknown(*counts) for other, counts in histograms.items()}
+        return found
 
     def _count_unknown(
         self, histograms: dict[str, torch.Tensor], result: Result, truth: np.ndarray, learnt: Sequence[int]
@@ -153,8 +152,8 @@ class Gallery:
             for row, chosen in enumerate((unseen, pixels)):
                 histograms[other][row] += score_counts(torch.from_numpy(scores[other][chosen]))
 
-    def keep(self, name: str, text: str, rows: Sequence[Row]) -> Drawn:
-        return keep(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", text)
+    def save(self, name: str, text: str, rows: Sequence[Row]) -> Drawn:
+        return save_figure(sheet(rows, self.classes), self.folder, f"{self.section.key}-{name}", text)
 
 
 def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) -> None:
@@ -171,7 +170,7 @@ def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) ->
 
 
 def open_gallery(section: Section, images: int, root: str | None, folder: Path, loaded: Models) -> Gallery:
-    """Return the test images of a section's main run, as many as asked for, evenly chosen."""
+    """Return `images` test images of a section's main run, evenly chosen."""
     record = section.main.longest
     settings = record.settings
     names = [option.name for option in dataclasses.fields(DataConfig) if f"data.{option.name}" in settings]
@@ -196,7 +195,7 @@ def open_gallery(section: Section, images: int, root: str | None, folder: Path, 
 
 
 def cached_models(device: str, threads: int | None, method: str | None) -> Models:
-    """Return a function that loads the model of a step of a run folder, and holds the last few in memory."""
+    """Return a function that loads the model of a step of a run folder, with a cache of the last four."""
 
     @functools.lru_cache(maxsize=4)  # a few hundred megabytes each, at worst
     def loaded(folder: Path, step: int) -> Predictor:
@@ -208,8 +207,8 @@ def cached_models(device: str, threads: int | None, method: str | None) -> Model
 def report_blocks(
     sections: Sequence[Section], images: int, root: str | None, folder: Path, loaded: Models
 ) -> tuple[list[list[Block]], list[Block]]:
-    """Return the blocks of each section, or where its data is missing one that says so; and what compares the
-    sections."""
+    """Return the blocks of each section, and those that compare sections. If the data of a section is missing, it gets
+    a line about it."""
     found, galleries = [], []
     for section in sections:
         try:
@@ -250,7 +249,7 @@ def blocks(gallery: Gallery) -> list[Block]:
         steps = range(last + 1) if method is section.main else sorted({0, last})
         log.info(f"{section.title}: {method.label}, {len(gallery.photos)} images, {len(steps)} models")
         try:
-            gallery.looks[method.label] = [gallery.look(method.longest, step) for step in steps]
+            gallery.predictions[method.label] = [gallery.predict(method.longest, step) for step in steps]
             methods.append(method)
         except _FAILURES as error:
             gallery.missing.append(f"No pictures of {method.label}: {one_line(error)}.")
@@ -271,7 +270,7 @@ def blocks(gallery: Gallery) -> list[Block]:
 
 
 def _made(title: str, make: Callable[[], Block]) -> Block:
-    """Return a block, or where it cannot be made one that says why: a page is more than its pictures."""
+    """Return a block, or one with the reason if it cannot be made: the rest of the page is still useful."""
     try:
         return make()
     except _FAILURES as error:
@@ -279,15 +278,15 @@ def _made(title: str, make: Callable[[], Block]) -> Block:
 
 
 def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
-    """Draw the reliability diagram and the curves of classes to come."""
-    section, looks = gallery.section, gallery.looks
+    """Draw the reliability diagram and the curves of unknown classes."""
+    section, predictions = gallery.section, gallery.predictions
     index_of = {method.label: index for index, method in enumerate(section.methods)}
-    by_method = {m.label: (index_of[m.label], looks[m.label][-1].reliability) for m in methods}
+    by_method = {m.label: (index_of[m.label], predictions[m.label][-1].reliability) for m in methods}
     text = caption("reliability", len(gallery.photos))
-    figures = [keep(reliability(by_method), gallery.folder, f"{section.key}-reliability", text)]
+    figures = [save_figure(reliability(by_method), gallery.folder, f"{section.key}-reliability", text)]
     counts: dict[str, dict[str, tuple[int, Unknown]]] = {"seen": {}, "background": {}}
     for method in methods:
-        for other, found in looks[method.label][0].unknown.items():
+        for other, found in predictions[method.label][0].unknown.items():
             if found.can_be_drawn:
                 counts[other][method.label] = (index_of[method.label], found)
     if not gallery.source.info.has_background:
@@ -296,18 +295,18 @@ def _certainty(gallery: Gallery, methods: Sequence[MethodRuns]) -> Block:
     texts: list[str] = []
     if counts:
         text = caption("unknown", len(gallery.photos))
-        figures.append(keep(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", text))
+        figures.append(save_figure(unknown_curves(counts), gallery.folder, f"{section.key}-unknown", text))
     elif section.main.longest.num_steps > 1:
         texts = ["None of these images shows a class of a later step, so there are no curves of unknown classes."]
     return Block("Certainty and unknown classes", texts, figures=figures)
 
 
 def _chosen(gallery: Gallery, methods: Sequence[MethodRuns]) -> dict[str, int]:
-    """Return the photos that are shown, by the names of the rules that chose them."""
-    main = gallery.looks[methods[0].label]
-    chosen = largest_fall([look.scores for look in main]) | extremes(main[-1].scores)
+    """Return the photos to show, by the names of the rules that choose them."""
+    main = gallery.predictions[methods[0].label]
+    chosen = largest_fall([one.scores for one in main]) | extremes(main[-1].scores)
     if len(methods) > 1:
-        chosen |= leads(main[-1].scores, gallery.looks[methods[1].label][-1].scores)
+        chosen |= leads(main[-1].scores, gallery.predictions[methods[1].label][-1].scores)
     return each_once(chosen)
 
 
@@ -316,14 +315,14 @@ def _photo_tiles(gallery: Gallery, photo: int) -> tuple[Tile, Tile]:
     return Tile("image", np.asarray(one.image)), Tile("truth", one.truth)
 
 
-def _score_text(look: Look, photo: int) -> str:
-    return f" {look.scores[photo]:.0f} %" if photo in look.scores else ""
+def _score_text(one: Predictions, photo: int) -> str:
+    return f" {one.scores[photo]:.0f} %" if photo in one.scores else ""
 
 
 def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
     """Draw the paper's figure 2."""
-    looks = gallery.looks
-    main = looks[methods[0].label][-1]
+    predictions = gallery.predictions
+    main = predictions[methods[0].label][-1]
     classes = {i: shown_classes(gallery.photos[i].truth, main.classes) for i in main.scores}
     photo = with_two_classes(main.scores, classes)
     if photo is None:
@@ -338,20 +337,20 @@ def _probabilities(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict
         tiles = [_photo_tiles(gallery, photo)[number], Tile("P(background)" + " = u" * is_u, result.probabilities[0])]
         for label in classes[photo][:_MOST_MAPS]:
             if label not in result.class_ids:
-                continue  # a run under way that has not got so far
+                continue  # an unfinished run that has not learnt this class
             shown = result.probabilities[result.class_ids.index(label)]
             tiles.append(Tile(f"P({gallery.classes.name(label)})", shown))
-        tiles.append(Tile("prediction" + _score_text(looks[method.label][-1], photo), result.ids))
+        tiles.append(Tile("prediction" + _score_text(predictions[method.label][-1], photo), result.ids))
         rows.append(Row(tiles, method.label))
     if len(rows) == 1:
         rows[0] = Row([*_photo_tiles(gallery, photo), *rows[0].tiles[1:]], rows[0].label)
     other = methods[1].label if len(methods) > 1 else None
     text = caption("probabilities", gallery.photos[photo].name, methods[0].label, other)
-    return Block("Probabilities", figures=[gallery.keep("probabilities", text, rows)])
+    return Block("Probabilities", figures=[gallery.save("probabilities", text, rows)])
 
 
 def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
-    """Draw the paper's figure 3 and its supplement's; nothing where no image shows a learnt class."""
+    """Draw figure 3 of the paper and that of its supplement; nothing if no image shows a learnt class."""
     title = "Method against method" if len(methods) > 1 else "Hardest and best"
     if not chosen:
         return Block(title, [])
@@ -359,16 +358,16 @@ def _methods(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, 
     for name, photo in chosen.items():
         tiles = list(_photo_tiles(gallery, photo))
         for method in methods:
-            look = gallery.looks[method.label][-1]
-            tiles.append(Tile(method.label + _score_text(look, photo), look.predicted[photo]))
+            one = gallery.predictions[method.label][-1]
+            tiles.append(Tile(method.label + _score_text(one, photo), one.predicted[photo]))
         rows.append(Row(tiles, name))
     text = caption("methods", [f"{name}: {gallery.photos[photo].name}" for name, photo in chosen.items()])
-    return Block(title, figures=[gallery.keep("methods", text, rows)])
+    return Block(title, figures=[gallery.save("methods", text, rows)])
 
 
 def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, int]) -> Block:
     """Draw the paper's figure 4."""
-    main, of_steps = methods[0], gallery.looks[methods[0].label]
+    main, of_steps = methods[0], gallery.predictions[methods[0].label]
     if len(of_steps) < 2:
         return Block("After every step", [])
     names = gallery.section.step_names
@@ -388,38 +387,38 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
             rows.append(Row(above, "prediction", 0 if first == 0 else 2))
             rows.append(Row([Tile("", results[name][k].uncertainty) for k in some], "uncertainty", 2))
         text = caption("steps", name, gallery.photos[photo].name, main.label)
-        figures.append(gallery.keep(f"steps-{name.split(',')[0].replace(' ', '-')}", text, rows))
+        figures.append(gallery.save(f"steps-{name.split(',')[0].replace(' ', '-')}", text, rows))
     return Block("The same image after every step", figures=figures)
 
 
 def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
-    """Draw the supplement's figure: an image after the last step of different tasks on the same test images."""
+    """Draw the figure of the supplement: an image after the last step of different tasks on the same test images."""
     found = []
     by_photos: dict[tuple[Any, ...], list[Gallery]] = {}
     for gallery in galleries:
-        if gallery.section.main.label in gallery.looks:
-            # An extended model has ids of its own: what is 4 there may be another class, or none, elsewhere.
+        if gallery.section.main.label in gallery.predictions:
+            # Extended models number classes differently, so only sections with equal class names are compared.
             classes = tuple(gallery.classes.names.items())
             key = (gallery.section.dataset, classes, *(photo.name for photo in gallery.photos))
             by_photos.setdefault(key, []).append(gallery)
     for (dataset, *_), members in by_photos.items():
         first = members[0]
         main = first.section.main.label
-        labels = [label for label in first.looks if all(label in gallery.looks for gallery in members)]
+        labels = [label for label in first.predictions if all(label in gallery.predictions for gallery in members)]
         if len(members) < 2 or main not in labels:
             continue
-        scores = [gallery.looks[main][-1].scores for gallery in members]
+        scores = [gallery.predictions[main][-1].scores for gallery in members]
         gaps = {i: max(s[i] for s in scores) - min(s[i] for s in scores) for i in set.intersection(*map(set, scores))}
         if not gaps:
             continue
         photo = max(gaps, key=lambda i: (gaps[i], -i))
         rows = []
         for number, gallery in enumerate(members):
-            looks = {label: gallery.looks[label][-1] for label in labels}
-            tiles = [Tile(label + _score_text(look, photo), look.predicted[photo]) for label, look in looks.items()]
+            predictions = {label: gallery.predictions[label][-1] for label in labels}
+            tiles = [Tile(label + _score_text(one, photo), one.predicted[photo]) for label, one in predictions.items()]
             rows.append(Row([*_photo_tiles(gallery, photo)[number : number + 1], *tiles], gallery.section.task))
             rows[-1] = dataclasses.replace(rows[-1], start=0 if number < 2 else 1)
         text = caption("tasks", first.photos[photo].name, main)
-        drawn = keep(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", text)
+        drawn = save_figure(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", text)
         found.append(Block(f"{dataset}: task against task", figures=[drawn]))
     return found

@@ -164,7 +164,7 @@ def best(figures: Sequence[tuple[float, float]], most_lost: float = MOST_LOST) -
     Take the best new classes among those that lose at most `most_lost` points of the old. If none does, take the one
     that loses least.
     """
-    allowed = [index for index, (_, kept) in enumerate(figures) if 100 - kept <= most_lost]
+    allowed = [index for index, (_, unchanged) in enumerate(figures) if 100 - unchanged <= most_lost]
     if allowed:
         return max(allowed, key=lambda index: figures[index][0])
     return max(range(len(figures)), key=lambda index: figures[index][1])

@@ -1,6 +1,6 @@
-"""Presets: settings by name, published recipes and small ones. They change defaults only; explicit flags win.
+"""Presets: named settings, of published recipes and of small ones. They only change defaults; explicit flags win.
 
-Keys are those of config.yaml; `for_method` has the settings of one method only.
+Keys are those of config.yaml; `for_method` has the settings of single methods.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from incseg.types import UserError
 _LITE0: dict[str, Any] = {
     "backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "stages": [2, 3], "width": 96,
     "dilations": [1, 3, 6],
+}  # fmt: skip
+_LITE2: dict[str, Any] = {
+    **_LITE0, "backbone": "efficientnet-lite2", "width": 160, "sharpen": 5, "freeze_backbone": True,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -63,7 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "rw": {"method": {"weight": 100.0}, "train": {"lr_later": 0.003}},
         },
     },
-    # The same network, with a trained backbone, for a small GPU or a patient user.
+    # The same network with a trained backbone, for a small GPU or many hours.
     "voc-laptop-full": {
         "task": "15-1",
         "reuse": True,
@@ -112,7 +115,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "analytic": {"method": {"class_weight": 0.5}, "train": {"lr": 0.3, "lr_later": 0.02, "clip": 1.0}},
         },
     },
-    # The same with a trained backbone: for a GPU, or for hours.
+    # The same with a trained backbone, for a GPU or many hours.
     "folder-full": {
         "model": {"backbone": "efficientnet-lite0", "weights": "imagenet", "output_stride": 16, "width": 128},
         "train": {"epochs": 30, "batch_size": 8, "lr": 0.02, "lr_later": 0.004, "crop": 320},
@@ -120,9 +123,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-DEFAULT_METHOD = {"folder": "analytic"}
+DEFAULT_METHOD = {"folder": "analytic", "laptop": "analytic", "voc20": "analytic"}
 """The default method of presets for which it is not evidential. A model of the analytic method is saved with its sums,
-so that the user's model can be extended in seconds."""
+so it can be extended in seconds."""
 
 
 def preset_for(name: str, method: str) -> dict[str, Any]:

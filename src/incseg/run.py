@@ -1,4 +1,4 @@
-"""From settings to objects and a run: `train` and `evaluate`. Objects are built once, here, and handed over."""
+"""From settings to objects and a run: `train` and `evaluate`. All objects are built here, once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def open_source(config: DataConfig) -> Source:
     if config.name == "shapes":
         if config.root is not None:
             raise UserError(
-                f"root is {config.root}, but the dataset is shapes, which is embedded; for your own images add --data "
+                f"root is {config.root}, but the dataset is shapes, which is embedded; for your own images set --data "
                 "folder, or leave --root out"
             )
         options = {name: getattr(config, name) for name in ("seed", "train_size", "val_size", "image_size")}
@@ -71,7 +71,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def read_meaning(source: Source) -> Meaning:
-    """Return what the masks mean; a UserError where they mean something else than incseg takes them for."""
+    """Check what the values of the masks mean. Raise a UserError if it is not what incseg assumes."""
     with counting("reading the masks once") as progress:
         meaning = check_meaning(source, progress=progress)
     meaning.require_sound()
@@ -79,26 +79,26 @@ def read_meaning(source: Source) -> Meaning:
 
 
 def read_presence(source: Source, split: Split, file: str | None = None) -> Presence:
-    """Return which classes each image shows, with progress where masks must be read."""
+    """Return which classes each image shows. Show progress if masks must be read."""
     with counting(f"reading the {split} masks once") as progress:
         return presence_of(source, split, file, progress=progress)
 
 
 def test_images_of(source: Source, config: DataConfig) -> tuple[Split, tuple[int, ...]]:
-    """Return the images that models are tested on, and the split they are of."""
+    """Return the split and the numbers of the images that models are tested on."""
     if config.holdout is None:
         return "val", evenly(range(len(source.names("val"))), config.val_limit)
     return "train", evenly(held_out(len(source.names("train")), config.holdout), config.val_limit)
 
 
 def fit_size(config: RunConfig) -> str:
-    """Set the input size of a run on one's own photographs by the size of their objects; returns a line on it.
+    """Choose the input size of a run on one's own photographs by the size of their objects, and return a line on it.
 
-    A run that was begun goes on with its own size.
+    An interrupted run resumes with its own size.
     """
     if RunDir(config.folder).started:
-        there = load_run_config(config.folder)
-        config.train.crop, config.eval.size = there.train.crop, there.eval.size
+        saved = load_run_config(config.folder)
+        config.train.crop, config.eval.size = saved.train.crop, saved.eval.size
         return f"input: shorter side {config.train.crop}, as the run began"
     source = open_source(config.data)
     with showing():
@@ -109,12 +109,12 @@ def fit_size(config: RunConfig) -> str:
 
 @dataclass
 class Setup:
-    """What training and evaluation share: data, protocol and which images belong where.
+    """The part that training and evaluation share: data, protocol, and the images of each step.
 
-    counted:      for each step, which test images its confusion matrix counts.
-    warm_start:   the model that the run begins with, None where it begins from nothing.
-    class_images: for each class, the training and test images that show it.
-    pixels:       of one's own photographs, the pixels of each class in each mask.
+    counted:      for each step, whether each test image counts in its confusion matrix.
+    warm_start:   the model that the run starts from; None if it starts from scratch.
+    class_images: for each class, the number of training and of test images that show it.
+    pixels:       for one's own photographs, the pixels of each class in each mask.
     """
 
     source: Source
@@ -178,7 +178,7 @@ class Setup:
         )
 
     def announce(self) -> list[str]:
-        """Return lines on what the model knows and is about to learn, with warnings."""
+        """Return lines on the classes that the model knows and will learn, with warnings."""
         assert self.warm_start is not None
         improved = self.warm_start.improved
         known = [*self.warm_start.classes, *improved]
@@ -189,7 +189,7 @@ class Setup:
             lines += [f"{what}: {', '.join(counts)}"] if counts else []
         for name, (train, _) in new.items():
             if train == 0:
-                raise UserError(f"no training image shows '{name}'; add some, or leave it out")
+                raise UserError(f"no training image shows '{name}'; add some, or leave the class out")
             if train < FEW_IMAGES:
                 lines.append(f"warning: only {train} training images show {name}; {FEW_IMAGES} or more would be better")
         return [*lines, *(note for note in self.source.notes if note.startswith("warning"))]
@@ -203,7 +203,7 @@ class Setup:
         return [*self.meaning_notes, *warning]
 
     def loaders(self, config: RunConfig, model: Segmenter, runtime: Runtime, train: bool) -> Loaders:
-        """Where batches come from: pixels, or, where nothing before the head can change, features on disk."""
+        """Return the source of batches: pixels, or features on disk if no part before the head can change."""
         images = (self.train_images, self.test_images, config.seed)
         stride = config.train.label_stride
         train_workers = _workers(config.train.workers, self.source, runtime)
@@ -215,20 +215,20 @@ class Setup:
         plain = shown_at(crop, frame, mean, std)
         if _features_can_be_cached(config):
             root = cache_path("features")
-            kept = feature_store(root, model, self.source, "train", crop, frame, flip)
-            kept_for_test = feature_store(root, model, self.source, self.test_split, size, test_frame, flip)
+            store = feature_store(root, model, self.source, "train", crop, frame, flip)
+            test_store = feature_store(root, model, self.source, self.test_split, size, test_frame, flip)
             needed = {i for step in self.train_images for i in step} if train else set()
-            if kept_for_test.folder == kept.folder:  # held-out training images: one store, one lock
-                kept_for_test = kept
+            if test_store.folder == store.folder:  # held-out training images: one store, one lock
+                test_store = store
                 needed |= set(self.test_images)
-            wanted = [Wanted(kept, needed, train_workers)]
-            if kept_for_test is not kept:
-                wanted.insert(0, Wanted(kept_for_test, self.test_images, test_workers))
+            wanted = [Wanted(store, needed, train_workers)]
+            if test_store is not store:
+                wanted.insert(0, Wanted(test_store, self.test_images, test_workers))
             try:
                 fill(wanted, model, self.source, runtime)
-                return FeatureLoaders(*images, kept, kept_for_test, plain, flip, stride)
+                return FeatureLoaders(*images, store, test_store, plain, flip, stride)
             except StoreUnwritable as error:
-                log.info(f"{error}; going on without it, which takes longer; INCSEG_CACHE names another place")
+                log.info(f"{error}; going on without it, which takes longer; set INCSEG_CACHE to another folder")
         return PixelLoaders(
             *images,
             source=self.source,
@@ -250,7 +250,7 @@ def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
     if config.start is None:
         return None
     if config.data.presence is not None:
-        raise UserError("data.presence counts classes as the dataset does, not as a model to begin with; leave it out")
+        raise UserError("data.presence uses the class numbers of the dataset, not those of the model; leave it out")
     warm_start = WarmStart.open(config.start, method, config.method["name"])
     if isinstance(method, Analytic):
         warm_start.learn_further(config.task, method.config.ridge)
@@ -259,10 +259,10 @@ def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
 
 def _train_images(config: DataConfig, protocol: Protocol, shown: Presence) -> list[tuple[int, ...]]:
     """Return the training images of each step."""
-    kept_back = held_out(len(shown.names), config.holdout)
+    excluded = held_out(len(shown.names), config.holdout)
     empty = [image for image, classes in enumerate(shown.classes) if not classes] if config.empty == "learn" else []
     return [
-        evenly([image for image in sorted({*images, *empty}) if image not in kept_back], config.train_limit)
+        evenly([image for image in sorted({*images, *empty}) if image not in excluded], config.train_limit)
         for images in protocol.train_images(shown.classes)
     ]
 
@@ -292,7 +292,7 @@ def _workers(asked: int | None, source: Source, runtime: Runtime) -> int:
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run an experiment from wherever its folder stands to the end; returns what results.json holds."""
+    """Run an experiment, or resume it, and return the content of results.json."""
     with (
         showing(),
         started(config.device, config.precision, config.threads) as runtime,
@@ -302,13 +302,13 @@ def train(config: RunConfig) -> dict[str, Any]:
         method = build_method(config.method)
 
         def prepare() -> tuple[Setup, Segmenter]:
-            """Do all that can fail for a wrong setting, before there is a folder that remembers it."""
+            """Do everything that can fail for a wrong setting before the settings are saved in a folder."""
             setup, model, lines = _build(config, method)
             if runtime.is_main:
                 open_run(folder, config)
                 folder.write_environment(runtime.describe())
                 write_json(folder.protocol, setup.summary)
-                if setup.warm_start is None:  # incseg extend writes its own, once for all tries
+                if setup.warm_start is None:  # incseg extend writes one sheet for all tries
                     lines += write_sheet(setup.source, setup.pixels, folder.sheet)
                 logged.enter_context(log_file(folder.log))
             if setup.pixels:
@@ -332,7 +332,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def _build(config: RunConfig, method: Method) -> tuple[Setup, Segmenter, list[str]]:
-    """Return the setup, the network that a run begins with, and lines about them."""
+    """Return the setup, the initial network of a run, and lines about them."""
     setup, lines = Setup.of(config, method), list[str]()
     seed_everything(config.seed)
     if setup.warm_start is None:
@@ -378,7 +378,7 @@ def _trainer(
 def _recipe(
     config: RunConfig, setup: Setup, model: Segmenter, method: Method, runtime: Runtime
 ) -> Callable[[int], dict[str, Any]]:
-    """Return a function from a step to all that decides how it is trained, beside its classes and images."""
+    """Return a function from a step to everything that affects its training besides its classes and images."""
     fixed = {
         "incseg": incseg.__version__,
         "seed": config.seed,
@@ -387,18 +387,18 @@ def _recipe(
         "runtime": [runtime.world, runtime.device.type, str(runtime.precision)],
     }
     later: dict[str, Any] = {}
-    if config.train.frozen_later == "model":  # new classes see images of the test's size, and may be calibrated on them
+    if config.train.frozen_later == "model":  # new classes use images of the test's size, maybe to calibrate
         later["test"] = [config.eval.size, setup.source.fingerprint(setup.test_split), setup.test_images]
     return lambda step: {**fixed, **(later if step else {}), **training_recipe(config, method, step)}
 
 
 def job_of(config: RunConfig, name: str) -> Job:
-    """Return a run as a queue takes it, under `name` in the queue's folder."""
+    """Return a run as a job of a queue, with `name` for its folder in the queue."""
     return Job(name, {key: value for key, value in config.as_dict().items() if key != "out"}, base_key(config))
 
 
 def add_jobs(queue: Queue, jobs: Iterable[Job]) -> None:
-    """Put runs into a queue; where one of the same name is there already, it must have the same settings."""
+    """Add runs to a queue. A job of the same name that is in the queue already must have the same settings."""
     jobs, queued = list(jobs), {job.name: job.config for job in queue.jobs()}
     for job in jobs:
         require_same_settings(queue.run(job.name), job.config)
@@ -414,15 +414,15 @@ def evaluate(
     folder: Path, step_index: int | None = None, method_options: dict[str, Any] | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Test a saved step again, with other inference options if given: the row that training printed."""
+    """Test a saved step again, with other inference options if given, and return its row."""
     config = dataclasses.replace(load_run_config(folder), **(overrides or {}))
     config.method = {**config.method, **(method_options or {})}
     run = RunDir(folder)
     done = run.steps_done()
     if not done:
-        raise UserError(f"{folder} has no finished step yet; let incseg train go on")
+        raise UserError(f"{folder} has no finished step yet; resume it with incseg train")
     if config.start is not None:
-        config.start = str(run.model(0))  # its own copy: the original may be gone
+        config.start = str(run.model(0))  # the run's own copy: the original may have been deleted
     index = done[-1] if step_index is None else step_index
     if index not in done:
         raise UserError(f"{folder} has no step {index}; its finished steps are 0 to {done[-1]}")
@@ -433,8 +433,8 @@ def evaluate(
         step = setup.protocol.steps[min(index, len(setup.protocol.steps) - 1)]
         if index != step.index or model.num_classes != len(step.seen):
             raise UserError(
-                f"{run.model(index)} knows {model.num_classes} classes, which is not step {index} of task "
-                f"'{config.task}' in {run.config}; restore the configuration that it was trained with"
+                f"{run.model(index)} knows {model.num_classes} classes, which does not fit step {index} of task "
+                f"'{config.task}' in {run.config}; restore the configuration of its training"
             )
         loaders = setup.loaders(config, model, runtime, train=False)
         evaluator = setup.evaluator(loaders, config.eval, runtime)
@@ -447,7 +447,7 @@ def evaluate(
 
 
 def _other_images(trained: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """A warning where a model is tested on another number of images than after its training."""
+    """Return a warning if the number of test images is not that of the test after training."""
     was, now = trained.get("test_images"), row["test_images"]
     if was in (None, now):
         return []

@@ -1,7 +1,7 @@
-"""How well a model does on any labelled photographs, class by class: classes are matched by their names.
+"""Test a model on any labelled photographs. Classes are matched by name.
 
-Every photograph is predicted as `incseg predict` does it, whole and at its own size, so the figures are those of what
-a person gets.
+Every photograph is predicted whole and at its own size, like in `incseg predict`, so the figures are those of the
+masks that a user gets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from incseg.types import BACKGROUND, IGNORE, UserError
 
 
 def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict[str, Any]:
-    """Return IoU and boundary IoU per class that both know, over all photographs of the splits together; for JSON.
+    """Return IoU and boundary IoU of each class that model and dataset share, over all photographs of the splits.
 
-    Classes of the dataset that the model does not know are background. A class that only the model knows has no IoU of
-    its own; where it is predicted on an object of another class, it costs that one.
+    Classes of the dataset that the model does not know are background. A class that only the model knows has no IoU,
+    but lowers that of a class where it is predicted in its place.
     """
     label_of = {folded(name): label for label, name in enumerate(predictor.classes)}
     table = np.full(256, IGNORE, dtype=np.uint8)
@@ -80,7 +80,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def score_table(found: dict[str, Any]) -> Table:
-    """One row per class, and their mean."""
+    """Return a table with one row per class, and their mean."""
     table = Table(title=Text(f"IoU on {found['images']} photographs"), title_justify="left", header_style="bold")
     table.add_column("class")
     table.add_column("photographs", justify="right")

@@ -1,7 +1,7 @@
 """What each setting affects, declared where the setting is defined.
 
-A field of a config dataclass affects training unless it says otherwise. Whoever must know (resuming a run, reusing a
-trained step, `eval`, `sweep`, the report) asks here, so that no second list has to be kept.
+A field of a config dataclass affects training unless it is declared otherwise. Resuming a run, reusing a trained step,
+`eval`, `sweep` and the report use these functions, so no second list of settings is needed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Literal, get_args
 Affects = Literal["training", "later", "inference", "machine"]
 """What a setting changes:
 
-training:  what a step learns.
-later:     what the steps after the first learn; step 0 does not read it.
-inference: how a trained model decides; no step has to be trained again.
-machine:   speed, memory and output only; the result stays the same.
+training:  the training of all steps.
+later:     the training of the steps after the first; step 0 does not use the setting.
+inference: the predictions of a trained model; no step has to be trained again.
+machine:   only speed, memory and output; results are the same.
 """
 
 
 def setting(default: Any = MISSING, *, affects: Affects, default_factory: Any = MISSING) -> Any:
-    """Return a dataclass field that says what it affects."""
+    """Return a dataclass field that declares what it affects."""
     return field(default=default, default_factory=default_factory, metadata={"affects": affects})
 
 
@@ -34,7 +34,7 @@ def names_affecting(kind: Any, *what: Affects) -> frozenset[str]:
 def changed_values(config: Any, *what: Affects) -> dict[str, Any]:
     """Return the settings that affect one of `what` and differ from their defaults.
 
-    Hashes and comparisons are made of these, so that an option that comes later leaves older runs valid.
+    Hashes and comparisons use these values, so older runs stay valid when an option is added.
     """
     wanted, found = names_affecting(config, *what), {}
     for each in fields(config):

@@ -20,9 +20,9 @@ BACKGROUND = 0
 IGNORE = 255
 """Label of a pixel that counts neither in a loss nor in a metric."""
 UNSEEN = 254
-"""Test label of a pixel whose class is learnt in a later step; the label rules say what it counts as."""
+"""Test label of a pixel whose class is learnt in a later step. The label rules decide whether it counts."""
 MAX_CLASSES = UNSEEN - 1
-"""Labels are bytes, and two of them are taken."""
+"""Most classes of a dataset: labels are bytes, and two of them are reserved."""
 
 
 Later: TypeAlias = "Tensor | Callable[[], Tensor]"
@@ -35,7 +35,7 @@ Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 class DatasetInfo:
     """Name and foreground classes of a dataset, id 1 first.
 
-    Where `has_background` is false (ADE20k), id 0 means "unlabelled" and is left out of every metric.
+    If `has_background` is false (ADE20k), id 0 means "unlabelled" and is left out of every metric.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Increment:
 class Batch:
     """A part of the images of an update, with their training labels, on the device.
 
-    An update's images are dealt out to processes, and in each to micro-batches (`train.accumulate`): these are the
-    parts. Gradients are averaged over all of them.
+    The images of an update are divided among processes, and in each among micro-batches (`train.accumulate`). These are
+    the parts; gradients are averaged over all of them.
 
-    inputs:  what the model takes.
+    inputs:  input of the model.
     labels:  (B, H, W) uint8, learnt indices: 0 background, 1.. in the order of learning, 255 ignored.
-    counts:  (256,) float, how many pixels carry each label: the mean over all parts, so that
-             dividing a local sum by it and averaging gradients gives the mean over the whole batch.
-    images:  the numbers of the images in the dataset; -1 for one that comes from elsewhere.
+    counts:  (256,) float, number of pixels with each label: the mean over all parts, so that dividing a local sum by it
+             and averaging gradients gives the mean over the whole batch.
+    images:  numbers of the images in the dataset; -1 for an image from outside.
     """
 
     inputs: Inputs
@@ -79,13 +79,13 @@ class Batch:
 
     @property
     def valid_pixels(self) -> Tensor:
-        """Pixels with a label; not quite zero where there are none, so that an all-void batch divides to zero."""
+        """Number of pixels with a label; slightly above zero if there are none, so that a void batch has loss 0."""
         return (self.counts.sum() - self.counts[IGNORE]).clamp(min=1e-6)
 
     @property
     def share(self) -> Tensor:
-        """Images of this part per images of a mean one: what a mean over images is multiplied by, so that it averages
-        to the mean over the whole batch also where parts differ by an image."""
+        """Images of this part divided by the mean number over all parts. A mean over images times this factor averages
+        to the mean over the whole batch, even if parts differ by one image."""
         return self.labels.numel() / self.counts.sum()
 
     @property
@@ -93,7 +93,7 @@ class Batch:
         return self.labels.shape[-2], self.labels.shape[-1]
 
     def parts(self, number: int) -> list[Batch]:
-        """Split into micro-batches: images go to them in turn, so images added at the end are spread over all."""
+        """Split into micro-batches. Images are assigned in turn, so replay images at the end are spread over all."""
 
         def dealt(first: int) -> Inputs:
             if isinstance(self.inputs, tuple):
@@ -111,7 +111,7 @@ class Output:
     """The output of the network, at the network's resolution.
 
     logits:    (B, C, h, w), one channel per output, in the order of learning.
-    embedding: (B, D, h, w), what the classifiers read.
+    embedding: (B, D, h, w), input of the classifiers.
     stages:    the backbone's stages, shallow to deep.
     """
 
@@ -127,7 +127,7 @@ class Prediction:
     probabilities: (B, C+1, H, W), background first; they sum to one.
     uncertainty:   (B, H, W) in [0, 1].
 
-    Often only labels are needed, which is much faster. So the other two may be functions, called on first access.
+    Often only labels are needed, which is much faster; so the other two may be functions, called on first access.
     """
 
     def __init__(self, labels: Tensor, probabilities: Later, uncertainty: Later) -> None:

@@ -42,7 +42,7 @@ def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings,
     write_compact_json(file, benches)
     plot = f"{out.name}-growth"
     if "growth" in benches:
-        style.keep(_growth(benches["growth"]["sections"]), out.parent, plot, "Time and memory of an image")
+        style.save_figure(_growth(benches["growth"]["sections"]), out.parent, plot, "Time and memory of an image")
     write_text(out.with_name(out.name + ".md"), _page(benches, plot))
 
 

@@ -1,4 +1,4 @@
-"""`incseg cache`: what is kept on disk to save work, and how to be rid of it."""
+"""`incseg cache`: list or delete the caches on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from incseg.data.features import StoredCache, clear, stored_caches
 from incseg.io import cache_path, cache_root, no_folder, unknown
 from incseg.types import UserError
 
-HELP = "list: features and other work kept on disk; clear: delete some of it, which is made again when needed"
+HELP = "list: features and other caches on disk; clear: delete some of them; they are made again when needed"
 _OTHERS = {
     "contents": ("digests of datasets", ("*",)),
     "pixels": ("pixels of each class in each image", ("*.npy",)),
@@ -23,40 +23,42 @@ _OTHERS = {
         ("*/step.json", "*/model.safetensors", "*/state.safetensors", "*/kept.json"),
     ),
 }
-"""Caches beside the features: what they hold, and their files, the first pattern one file for each thing kept."""
+"""Caches other than features: their content, and patterns of their files. The first pattern has one file per entry."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=["list", "clear"], default="list", help="default: list")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="clear: a name from the list, or how several begin")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="clear: a name from the list, or a prefix of several")
     parser.add_argument("--all", action="store_true", help="clear: everything")
     parser.epilog = (
-        "A run that trains already is not disturbed when its features are cleared; the disk is free when it ends. "
-        "Features that a run is making are not cleared. INCSEG_CACHE names the folder all of this lies in."
+        "Clearing the features of a run that trains does not disturb it; the disk space is free when the run ends. "
+        "Features that a run is computing are not cleared. INCSEG_CACHE sets the folder of all caches."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     if obstacle := no_folder(cache_root()):
-        raise UserError(f"caches are to lie in '{cache_root()}', but {obstacle} is no folder; set INCSEG_CACHE to one")
+        raise UserError(
+            f"the folder of caches is '{cache_root()}', but {obstacle} is not a folder; set INCSEG_CACHE to another"
+        )
     features = list(stored_caches(cache_path("features")))
     others = {name: files for name in _OTHERS if (files := _files(name))}
     if args.action == "list":
         if args.names or args.all:
-            raise UserError("list shows all there is; names and --all belong to incseg cache clear")
-        return _say(_listed(features, others))
+            raise UserError("incseg cache list takes no names and no --all; they belong to incseg cache clear")
+        return _print(_listed(features, others))
     if bool(args.names) == args.all:
-        raise UserError("say what to clear: names, as incseg cache lists them, or --all")
+        raise UserError("incseg cache clear needs either names, as incseg cache lists them, or --all")
     names = [*(cache.folder.name for cache in features), *others]
     chosen = set(names) if args.all else {name for begin in args.names for name in _beginning_with(begin, names)}
     for kind in ("features", *_OTHERS):
         if cache_path(kind).is_symlink():
-            raise UserError(f"{cache_path(kind)} is a link to another place, which is left alone; clear it by hand")
+            raise UserError(f"{cache_path(kind)} is a link to another folder; delete that by hand")
     freed = clear([cache for cache in features if cache.folder.name in chosen])
     for name in chosen & others.keys():
         freed += _size(others[name])
         _delete(others[name], cache_path(name))
-    return _say([f"cleared {', '.join(sorted(chosen)) or 'nothing, there is none'}: {_gigabytes(freed)} GB"])
+    return _print([f"cleared {', '.join(sorted(chosen)) or 'nothing, there is none'}: {_gigabytes(freed)} GB"])
 
 
 def _beginning_with(begin: str, names: list[str]) -> list[str]:
@@ -87,19 +89,19 @@ def _listed(features: list[StoredCache], others: dict[str, list[Path]]) -> list[
         count, last = sum(file.match(patterns[0]) for file in files), max(file.stat().st_mtime for file in files)
         lines += [name, f"  {count} {what}, {_gigabytes(_size(files))} GB, last made {_date(last)}"]
     total = sum(cache.bytes for cache in features) + sum(_size(files) for files in others.values())
-    return [*lines, f"{_gigabytes(total)} GB in {cache_root()}; INCSEG_CACHE names another place"]
+    return [*lines, f"{_gigabytes(total)} GB in {cache_root()}; INCSEG_CACHE sets another folder"]
 
 
 def _describe(cache: StoredCache) -> list[str]:
-    about, kept = cache.about, f"{_gigabytes(cache.bytes)} GB, last used {_date(cache.last_used)}"
+    about, usage = cache.about, f"{_gigabytes(cache.bytes)} GB, last used {_date(cache.last_used)}"
     try:
         maps = " + ".join("×".join(map(str, stage)) for stage in about["stages"])
         details = [
-            f"  {about['dataset']} {about['split']}, {cache.images_done} of {about['images']} images, {kept}",
+            f"  {about['dataset']} {about['split']}, {cache.images_done} of {about['images']} images, {usage}",
             f"  {about['backbone']} at {about['size']} pixels, of each image {maps}{' twice' * about['flips']}",
         ]
     except (KeyError, TypeError, ValueError):
-        details = [f"  {kept}; its about.json is damaged"]
+        details = [f"  {usage}; its about.json is damaged"]
     return [cache.folder.name, *details]
 
 
@@ -115,6 +117,6 @@ def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _say(lines: list[str]) -> int:
+def _print(lines: list[str]) -> int:
     Console(highlight=False).print("\n".join(lines), markup=False, soft_wrap=True)
     return 0

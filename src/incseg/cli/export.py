@@ -1,4 +1,4 @@
-"""`incseg export`: a trained model as a file that runs without incseg."""
+"""`incseg export`: write a trained model as a file that runs without incseg."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ from incseg.io import require_file_name
 from incseg.types import UserError
 
 HELP = "write a trained model as an ONNX file that runs without incseg: raw pixels in, decision out"
-PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the model is
+PASS_UNKNOWN = ("--method.",)  # the options of the method are known only when the model is loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .onnx file to write")
     parser.add_argument("--format", choices=["onnx"], default="onnx", help="default: onnx")
-    parser.add_argument("--step", type=int, metavar="K", help="which step of the run (default: the last)")
+    parser.add_argument("--step", type=int, metavar="K", help="step of the run (default: the last)")
     parser.add_argument(
-        "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
+        "--method", metavar="NAME", help="package.module:Class, for a model trained by a method of your own"
     )
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help=f"run the graph at three sizes beside the model; write it only if they agree to {TOLERANCE:g} "
+        help=f"compare graph and model at three sizes, and write the file only if they agree to {TOLERANCE:g} "
         "(default: --check)",
     )
     parser.epilog = (
         "The graph takes uint8 RGB (batch, 3, height, width) of any size and gives probabilities, uncertainty, labels "
         "and logits; class names, ids, colours and more are in its metadata: see docs/how-to/predict-and-export.md. "
-        "Options of the model's method are given as --method.NAME=VALUE, such as --method.balancing=odds, and become "
-        "part of it. "
-        "Needs pip install 'incseg[onnx]'."
+        "Options of the model's method are given as --method.NAME=VALUE, for example --method.balancing=odds, and "
+        "become part of the graph. Needs pip install 'incseg[onnx]'."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     check_method_options(args)
     if args.out.suffix != ".onnx":
-        raise UserError(f"--out is '{args.out}'; give a file name that ends in .onnx, incseg predict knows it by that")
+        raise UserError(f"--out is '{args.out}'; give a file name that ends in .onnx")
     require_file_name(args.out)
     predictor = load(args.model, args.step, "cpu", method=args.method)
     if args.unknown:

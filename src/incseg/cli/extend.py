@@ -1,4 +1,4 @@
-"""`incseg extend`: add classes of one's own to a model that knows others, without the data it learnt those from."""
+"""`incseg extend`: add one's own classes to a model, without the data that the model was trained on."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ PASS_UNKNOWN = tuple(f"--{name}" for name in SETTINGS)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
     parser.add_argument("--data", default="folder", metavar="NAME", help="kind of dataset (default: folder)")
-    parser.add_argument("--root", metavar="DIR", help="its folder: images/, masks/, classes.txt")
+    parser.add_argument("--root", metavar="DIR", help="folder of the dataset: images/, masks/, classes.txt")
     parser.add_argument(
-        "--classes", metavar="NAMES", help='such as "helmet,vest" (default: all that the model does not know)'
+        "--classes", metavar="NAMES", help='for example "helmet,vest" (default: all that the model does not know)'
     )
     parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write; repeat the command to resume")
     parser.add_argument(
         "--recipe", choices=[AUTO, *RECIPES], default=AUTO,
-        help="how to learn: auto tries a few, from gentle to strong, and takes the best (default: auto)",
+        help="how to learn: auto tries several recipes, from gentle to strong, and takes the best (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--size", type=int, metavar="PIXELS", help="shorter side of the input (default: by the size of the new objects)"
     )
     parser.add_argument(
         "--images", type=Path, metavar="DIR",
-        help="for a model without sums of what it learnt from: any images that show its classes, without masks",
+        help="for a model that was saved without sums: any images that show its classes, without masks",
     )  # fmt: skip
-    parser.add_argument("--step", type=int, metavar="K", help="which step of the run to begin with (default: the last)")
+    parser.add_argument("--step", type=int, metavar="K", help="step of the run to start from (default: the last)")
     parser.add_argument("--method", metavar="NAME", help="how to learn (default: the method that trained the model)")
-    parser.add_argument("--seed", type=int, default=42, help="of everything random (default: 42)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of all random numbers (default: 42)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
-    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
     recipes = "; ".join(f"{recipe.name}: {recipe.what}" for recipe in RECIPES.values())
     parser.epilog = (
-        "Other classes in the masks count as background. One photograph in five is held back to choose by, or those of "
-        f"val.txt. Recipes: {recipes}. The flags of incseg train with a dot win over a recipe, such as "
+        "Other classes in the masks count as background. One photograph in five, or those of val.txt, are held back to "
+        f"choose by. Recipes: {recipes}. Flags of incseg train with a dot win over a recipe, for example "
         "--train.epochs 10 --train.lr_later 0.01 --data.holdout 5. Put MODEL before them."
     )
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """What a command line asks for. `args.unknown` are the flags of `incseg train`."""
+    """Return the request of a command line. `args.unknown` has the flags of `incseg train`."""
     options = {name: value for name, value in vars(args).items() if name != "unknown"}
     given = frozenset(token.split("=")[0].removeprefix("--") for token in args.unknown if token.startswith("--"))
     return Request(

@@ -1,4 +1,4 @@
-"""`incseg import`: a plain DeepLabv3 checkpoint as a model that incseg can extend."""
+"""`incseg import`: convert a DeepLabv3 checkpoint to a model that incseg can extend."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from incseg.models.pretrained import evidential_from_softmax, read_deeplab
 from incseg.outputs.evidential import deciding_evidence
 from incseg.types import UserError
 
-HELP = "make a model of a DeepLabv3 checkpoint in torchvision's naming, to be extended"
-# torchvision tests at shorter side 520 and trains on crops of 480; rate and epochs are the paper's for later steps.
+HELP = "convert a DeepLabv3 checkpoint with torchvision's names to a model that can be extended"
+# torchvision tests at shorter side 520 and trains on crops of 480; rate and epochs are the paper's for later steps
 _SIZE = 520
 _TRAIN = TrainConfig(epochs=30, batch_size=8, lr_later=0.001, crop=480, frozen_later="statistics")
 _ALLOWED = [name for name, kind in METHODS.items() if kind is Evidential or kind.first_step == CROSS_ENTROPY]
@@ -36,29 +36,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--classes", required=True, metavar="FILE_OR_LIST",
-        help='names in the order of the outputs, background left out or first: one a line, or "cat,dog"',
+        help='names in the order of the outputs, without background or with it first: one per line, or "cat,dog"',
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write model.safetensors to")
     parser.add_argument(
         "--size", type=int, default=_SIZE, metavar="N",
-        help=f"shorter side of images in prediction; 0 as they are (default: {_SIZE})",
+        help=f"shorter side of images in prediction; 0 for their own size (default: {_SIZE})",
     )  # fmt: skip
     parser.add_argument(
         "--method", default="evidential", metavar="NAME",
-        help="that will extend it (default: evidential); a softmax method keeps the background output",
+        help="method that will extend the model (default: evidential); softmax methods retain the background output",
     )  # fmt: skip
     parser.epilog = (
-        "Evidential models have no background output: class scores become those relative to background, and one shift "
-        "of all biases makes their decisions the checkpoint's."
+        "Evidential models have no background output. Scores are converted to scores relative to background, and all "
+        "biases are shifted so that the model decides like the checkpoint."
     )
 
 
 def run(args: argparse.Namespace) -> int:
     require_known("method for an imported model", args.method, _ALLOWED)
     if args.size < 0:
-        raise UserError(f"--size is {args.size}; give the shorter side in pixels, or 0 for images as they are")
+        raise UserError(f"--size is {args.size}; give the shorter side in pixels, or 0 for images of their own size")
     model = read_deeplab(args.checkpoint, _names(args.classes))
-    faithful = "it decides as the checkpoint"
+    faithful = "it decides like the checkpoint"
     if args.method == "evidential":
         model = evidential_from_softmax(model, Evidential.Config().rectifier)
         faithful += _where_faithful(model.num_classes)
@@ -81,18 +81,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _where_faithful(num_classes: int) -> str:
-    """See `deciding_score`."""
+    """Return where an evidential model decides like the checkpoint; see `deciding_evidence`."""
     margin = math.log(deciding_evidence(num_classes) / num_classes)
     if margin == 0:
         return ""
     return (
-        f" wherever that says a class, or background by {margin:.2f} or more in log-odds; where background leads by "
-        "less and several classes compete, it may say the strongest of them"
+        f" where that predicts a class, or background by at least {margin:.2f} in log-odds; where background leads by "
+        "less and several classes compete, it may predict the strongest of them"
     )
 
 
 def _names(given: str) -> tuple[str, ...]:
-    """Class names from a file or a list, without background."""
+    """Return class names from a file or a list, without background."""
     if Path(given).is_file():
         names = read_classes(given)
     else:

@@ -1,4 +1,4 @@
-"""`incseg list`: what there is to choose from."""
+"""`incseg list`: print the names of datasets, tasks, methods, backbones and presets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELP = "datasets, tasks, methods, backbones, presets"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Add nothing."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Choose and run a command. What a user can cause is reported in one line, without a traceback."""
+"""Choose and run a command. Errors that a user can cause are printed in one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _REMEDIES = {
     errno.EISDIR: "this is a folder; give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-"""What to do where the system refuses a path; all other errors are about the disk."""
+"""Remedies for errors about a path; all other errors of the system are about the disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 done in part, 2 not done, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 partly done, 2 not done, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     trust_named(arguments)
-    # Set before torch is imported, which reads it. Threads that spin while they wait take the cores from each other as
-    # soon as anything else runs: on two busy cores a training step took eight times as long.
+    # Must be set before torch is imported. Waiting threads that spin take the cores from each other if anything else
+    # runs: on two busy cores a training step took eight times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Pillow warns about odd files. What it cannot read raises an error, and we name the file.
+    # Pillow warns about unusual files. Files that it cannot read raise an error, and we name them.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         return _dispatch(arguments)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output has gone, as in `incseg list | head`
+    except BrokenPipeError:  # the reader of our output has ended, as in `incseg list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except MemoryError:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _known_failure(message: str) -> str | None:
-    """Return a message for what torch reports as a RuntimeError though it is not a fault of the program."""
+    """Return a message for a RuntimeError of torch that is not a fault of the program; None for any other."""
     if "DataLoader worker" in message and "traceback" not in message.lower():
         return (
             f"a loader process has ended ({message.splitlines()[0]}); use fewer --train.workers and --eval.workers "
@@ -77,7 +77,7 @@ def _known_failure(message: str) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch ran out of memory. Only on GPUs it has an exception class of its own for that."""
+    """Return whether torch ran out of memory. It has an exception class for that only on GPUs."""
     known = ("out of memory", "not enough memory", "can't allocate memory")
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in known)
 
@@ -96,7 +96,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command; `unknown` has those that its PASS_UNKNOWN lets through to a later parser."""
+    """Return the arguments of a command. `unknown` has those that its PASS_UNKNOWN passes to a later parser."""
     command = importlib.import_module(f"incseg.cli.{name}")
     passed = getattr(command, "PASS_UNKNOWN", ())
     parser = _Parser(
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def explain(message: str, parser: argparse.ArgumentParser) -> str:
-    """Return argparse's error in one line, with the nearest flag where one was mistyped."""
+    """Return argparse's error in one line, with the nearest flag for a mistyped one."""
     line = " ".join(message.split())
     if line.startswith("unrecognized arguments:"):
         flag = line.split(":", 1)[1].split()[0].split("=")[0]
@@ -136,7 +136,7 @@ def explain(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean …?" where a name is close to a known one, else nothing."""
+    """Return "; did you mean …?" if a name is close to a known one, else an empty string."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -151,7 +151,7 @@ def _overview() -> str:
 
 
 def one_line_help(name: str) -> str:
-    """Return the HELP of a command, read from its file: importing all commands would import torch, for seconds."""
+    """Return the HELP of a command, read from its file: importing all commands would import torch and take seconds."""
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["HELP"]:

@@ -1,4 +1,4 @@
-"""`incseg protocol`: the steps of a task with their classes and image counts, and the label rules."""
+"""`incseg protocol`: print the steps of a task with their classes and image counts, and the label rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from incseg.types import DatasetInfo
 
 HELP = "show the steps of a task: classes, image counts, label rules"
 
-# More names than any step of VOC has; a base step of ADE20k would fill the screen.
+# All names of a step of VOC are shown, but those of a base step of ADE20k would fill the screen.
 _MOST_NAMES = 20
 _NAMES_WHEN_SHORTENED = 8
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="NAME", help="voc, ade20k, shapes or folder")
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder of the dataset")
     parser.add_argument(
-        "--task", required=True, help="such as 15-1 or joint, or own groups of class names: cat,dog/bird"
+        "--task", required=True, help="for example 15-1 or joint, or groups of class names: cat,dog/bird"
     )
     parser.add_argument("--setting", default="overlapped", help=f"{', '.join(SETTINGS)} (default: overlapped)")
     parser.add_argument("--rules", default="plop", help=f"label rules: {', '.join(RULES)} (default: plop)")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--presence",
         type=Path,
         metavar="FILE",
-        help="classes of each training image, one 'name id id …' line each, instead of reading the masks",
+        help="file with the classes of each training image, one line 'name id id …' each, instead of reading masks",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with every class name")
 
@@ -114,7 +114,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3 7"."""
+    """Return 1, 2, 3, 7 as "1-3 7"."""
     runs = []
     for _, run_ in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
         members = [i for _, i in run_]

@@ -1,4 +1,4 @@
-"""`incseg remove`: a model without some of its classes, in a moment and without any image."""
+"""`incseg remove`: write a model without some of its classes, without training or images."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from incseg.methods.analytic import Analytic
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.types import UserError
 
-HELP = "forget classes of a model: nothing is trained, no image is needed"
+HELP = "remove classes from a model, without training or images"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
-    parser.add_argument("--classes", required=True, metavar="NAMES", help='such as "helmet,vest"')
+    parser.add_argument("--classes", required=True, metavar="NAMES", help='for example "helmet,vest"')
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .safetensors model to write")
-    parser.add_argument("--step", type=int, metavar="K", help="which step of the run (default: the last)")
+    parser.add_argument("--step", type=int, metavar="K", help="step of the run (default: the last)")
     parser.epilog = (
-        "A class that was solved in closed form is gone as if it had always been background. Of a class that was "
-        "trained the output is dropped; the network may still know it in its features."
+        "Without a class that was solved in closed form, the model is as if the class had always been background. Of a "
+        "class that was trained by SGD only the output is removed; the features of the network may still represent it."
     )
 
 
@@ -31,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
     require_file_name(args.out)
     file = model_file(Path(args.model).expanduser(), args.step)
     if args.out.exists():
-        raise UserError(f"'{args.out}' is there already and would be overwritten; give another --out")
+        raise UserError(f"'{args.out}' exists already and would be overwritten; give another --out")
     model, about = load_segmenter(file)
     known = [name for increment in model.increments for name in increment.classes]
     names = [args.classes] if args.classes in known else [n.strip() for n in args.classes.split(",") if n.strip()]
     for name in names:
         require_known("class", name, known)
     if not names or len(set(names)) == len(known):
-        raise UserError(f"'{args.classes}' leaves no class or names none; choose some of {', '.join(known)}")
+        raise UserError(f"'{args.classes}' names all classes or none; choose some of {', '.join(known)}")
     ridge = float((about.get("method") or {}).get("ridge", Analytic.Config.ridge))
     for name in dict.fromkeys(names):
         label = model.remove(name, ridge)

@@ -1,4 +1,4 @@
-"""`incseg report`: one HTML page of some runs, and its figures as PNG and SVG."""
+"""`incseg report`: write one HTML page of some runs, and its figures as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from incseg.report.page import (
     page,
     section_blocks,
     table_sections,
-    under_way,
+    unfinished_section,
 )
 from incseg.report.runs import RunRecord, collected_warnings, read_runs, require_some
 from incseg.report.sections import sections_of
@@ -31,7 +31,7 @@ from incseg.types import UserError
 
 log = logging.getLogger("incseg")
 
-HELP = "a page with tables, curves, pictures and uncertainty of some runs, and its figures as PNG and SVG"
+HELP = "write a page with tables, curves, pictures and uncertainty of some runs, and its figures as PNG and SVG"
 IMAGES = 24
 
 
@@ -40,23 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="run folders, folders of run folders, or summaries (runs.jsonl, and runs.jsonl/NAME for one run of it)",
+        help="run folders, folders of run folders, or summaries (runs.jsonl, or runs.jsonl/NAME for one of its runs)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the page goes (default: RUN/report)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the page (default: RUN/report)")
     parser.add_argument(
         "--images", type=int, default=IMAGES, metavar="N",
-        help=f"test images shown to the models, evenly chosen; 0 needs neither data nor models (default: {IMAGES})",
+        help=f"test images for the models to predict, evenly chosen; 0 needs no data or models (default: {IMAGES})",
     )  # fmt: skip
-    parser.add_argument("--root", metavar="DIR", help="folder of the dataset, where it has moved since training")
-    parser.add_argument("--method", metavar="NAME", help="of models trained by your own package.module:Class: its name")
+    parser.add_argument("--root", metavar="DIR", help="folder of the dataset, if it has moved since training")
+    parser.add_argument(
+        "--method", metavar="NAME", help="package.module:Class, for models trained by a method of your own"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
-    parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
     parser.epilog = f"Writes DIR/index.html, which needs no other file, and DIR/{FIGURES_FOLDER}/*.png and *.svg."
 
 
 def run(args: argparse.Namespace) -> int:
     if args.images < 0:
-        raise UserError(f"--images is {args.images}; give how many test images, or 0 for none")
+        raise UserError(f"--images is {args.images}; give a number of test images, or 0 for none")
     began = time.monotonic()
     with collected_warnings() as left_out:
         found = read_runs(args.runs, usual_settings)
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namespace) -> list[PageSection]:
     methods, _ = set_apart(records, args.runs)  # ablations would hide the methods among their variants
     sections = own_photographs(records) + table_sections(records)
-    sections += [one for one in (under_way(records), increments_section(methods, figures)) if one]
+    sections += [one for one in (unfinished_section(records), increments_section(methods, figures)) if one]
     drawn = sections_of(records)
     of_runs = [PageSection(one.title, section_blocks(one, figures)) for one in drawn]
     if args.images:
@@ -94,9 +96,9 @@ def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namesp
 
 def _folder(args: argparse.Namespace) -> Path:
     if args.out is None and len(args.runs) > 1:
-        raise UserError(f"{len(args.runs)} folders were given; say with --out DIR where their page goes")
+        raise UserError(f"{len(args.runs)} folders were given; set the folder of their page with --out DIR")
     if args.out is None and not Path(args.runs[0]).is_dir():
-        raise UserError(f"{args.runs[0]} is a file; say with --out DIR where its page goes")
+        raise UserError(f"{args.runs[0]} is a file; set the folder of its page with --out DIR")
     out: Path = args.out or Path(args.runs[0]) / "report"
     if out.exists() and not out.is_dir():
         raise UserError(f"--out '{out}' is a file; choose a folder")

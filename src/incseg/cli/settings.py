@@ -39,7 +39,7 @@ _FREQUENT = (
 
 
 def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
-    """The configuration that a command line asks for."""
+    """Return the configuration of a command line."""
     tokens = [lengthen(token) for token in argv]
     file, tokens = _take_option("--config", tokens)
     config = _from_file(file) if file is not None else {}
@@ -48,7 +48,7 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
     method = _last("--method.name", tokens) or config.get("method", {}).get("name")
     preset, method = _usual(data, preset, method)
     if method != config.get("method", {}).get("name", method):
-        config["method"] = {"name": method}  # another method's options mean nothing to this one
+        config["method"] = {"name": method}  # the file has options of another method
     parser = run_parser(prog, description, method)
     parser.set_defaults(flatten({**preset_for(preset, method), "preset": preset}))
     if "-h" in tokens or "--help" in tokens:
@@ -60,21 +60,21 @@ def parse_run(prog: str, description: str, argv: Sequence[str]) -> RunConfig:
 
 
 def _usual(data: str | None, preset: str | None, method: str | None) -> tuple[str, str]:
-    """Preset and method of a run, by default those of its dataset."""
+    """Return preset and method of a run, by default those of its dataset."""
     preset = preset or default_preset(data or "shapes")
     return preset, method or DEFAULT_METHOD.get(preset, "evidential")
 
 
 def resolve(settings: Mapping[str, Any], defaults: dict[str, Any] | None = None) -> RunConfig:
-    """Return the configuration that settings by dotted names ask for, as the same flags would.
+    """Return the configuration for settings by dotted names, as for the same flags.
 
-    defaults: what they change, nested as in config.yaml; None for what the dataset, preset and method bring.
+    defaults: defaults of all settings, nested as in config.yaml; None for those of dataset, preset and method.
     """
     if defaults is None:
         chosen = [settings.get(name) for name in ("data.name", "preset", "method.name")]
         for name, value in zip(("data", "preset", "method"), chosen, strict=True):
             if not isinstance(value, str | None):
-                raise UserError(f"{name} is {value!r}; give a name of incseg list")
+                raise UserError(f"{name} is {value!r}; give a name from incseg list")
         preset, method = _usual(*chosen)
         defaults = {**preset_for(preset, method), "preset": preset}
     else:
@@ -91,9 +91,9 @@ def resolve(settings: Mapping[str, Any], defaults: dict[str, Any] | None = None)
 
 
 def by_dotted_name(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings from Python by the names that `resolve` takes.
+    """Return settings from Python under the dotted names that `resolve` takes.
 
-    They may be nested as in config.yaml, short as on the command line, and hold paths and NumPy's numbers.
+    They may be nested as in config.yaml, short as on the command line, and contain paths and NumPy numbers.
     """
     short = {flag.removeprefix("--"): name.removeprefix("--") for flag, name in SHORT.items()}
     flat = flatten(dict(settings))
@@ -108,7 +108,7 @@ def by_dotted_name(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_extension(prog: str, defaults: dict[str, Any], tokens: Sequence[str]) -> RunConfig:
-    """The configuration that begins with `defaults`, nested as in config.yaml, and is changed by flags."""
+    """Return the configuration of `defaults`, nested as in config.yaml, changed by flags."""
     parser = run_parser(prog, "", defaults["method"]["name"])
     parser.set_defaults(flatten(defaults))
     return _run_config(_parse(parser, list(tokens)))
@@ -123,7 +123,7 @@ def _run_config(values: dict[str, Any]) -> RunConfig:
 
 
 def method_overrides(prog: str, method: str, tokens: Sequence[str]) -> dict[str, Any]:
-    """Options of a method given as `--method.NAME VALUE`; only those that were given."""
+    """Return the options of a method that were given as `--method.NAME VALUE`."""
     parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False, allow_abbrev=False)
     parser.add_class_arguments(find_method(method).Config, "method", as_group=False)
     given = {token.split("=")[0].removeprefix("--method.") for token in tokens if token.startswith("--method.")}
@@ -132,18 +132,18 @@ def method_overrides(prog: str, method: str, tokens: Sequence[str]) -> dict[str,
 
 
 def check_method_options(args: argparse.Namespace) -> None:
-    """Refuse what is no option of a method, before the model is loaded. `args.unknown` is what argparse left over."""
+    """Refuse arguments that are not options of a method, before the model is loaded. `args.unknown` has them."""
     tokens = iter(args.unknown)
     for token in tokens:
         if token.startswith("--method."):
-            # argparse has taken the value for a file where it stood before one.
+            # argparse takes a value before a file for a file
             if "=" not in token and next(tokens, "--").startswith("--"):
                 raise UserError(f"{token} has no value; write {token}=VALUE")
         elif token.startswith("-"):
             flags = [f"--{name}" for name in vars(args) if name not in ("model", "images", "unknown")]
             raise UserError(unknown("option", token.split("=")[0], [*flags, "--method.NAME"]))
         elif "images" in args:
-            raise UserError(f"unexpected '{token}'; put all images right behind the model")
+            raise UserError(f"unexpected '{token}'; put all images directly after the model")
         else:
             raise UserError(f"unexpected '{token}'; options of the method are written --method.NAME=VALUE")
 
@@ -170,7 +170,7 @@ def run_parser(prog: str, description: str, method: str) -> ArgumentParser:
 
 
 def short_help(parser: ArgumentParser, description: str) -> str:
-    """A screen of the settings that people change, with the defaults that hold beside the other flags given."""
+    """Return the help on frequent settings, with the defaults that follow from the other flags."""
     width = min(shutil.get_terminal_size().columns, 100)
     short = {long: flag for flag, long in SHORT.items()}
     actions = {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
@@ -200,7 +200,7 @@ def _parse(parser: ArgumentParser, given: list[str] | Mapping[str, Any]) -> dict
 
 
 def _wrong_value(message: str, parser: ArgumentParser) -> str | None:
-    """jsonargparse's complaint about the type of a value in plain words; None for any other complaint."""
+    """Return jsonargparse's error about the type of a value in plain words; None for any other error."""
     found = re.search(r'"([\w.]+)": .*(?:Got|Given) value: (.*)$', " ".join(message.split()))
     if found is None:
         return None
@@ -223,14 +223,14 @@ def _in_words(kind: Any) -> str:
 
 
 def lengthen(token: str) -> str:
-    """`--data voc` and `--data=voc` are written for `--data.name`."""
+    """Replace a short flag by its long form: `--data` and `--data=voc` by `--data.name` and `--data.name=voc`."""
     flag, equals, value = token.partition("=")
     return SHORT.get(flag, flag) + equals + value
 
 
 def _take_option(flag: str, tokens: list[str]) -> tuple[str | None, list[str]]:
-    """The last value of a flag, and the tokens without it."""
-    kept, value, waiting = [], None, False
+    """Return the last value of a flag, and the tokens without it."""
+    others, value, waiting = [], None, False
     for token in tokens:
         if waiting:
             value, waiting = token, False
@@ -239,10 +239,10 @@ def _take_option(flag: str, tokens: list[str]) -> tuple[str | None, list[str]]:
         elif token.startswith(f"{flag}="):
             value = token.partition("=")[2]
         else:
-            kept.append(token)
+            others.append(token)
     if waiting:
         raise UserError(f"{flag} needs a value")
-    return value, kept
+    return value, others
 
 
 def _last(flag: str, tokens: list[str]) -> str | None:
@@ -257,7 +257,7 @@ def _from_file(file: str) -> dict[str, Any]:
 
 
 def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
-    """`method: evidential` is short for `method: {name: evidential}`, and so is `data`."""
+    """Expand `method: evidential` to `method: {name: evidential}`, and `data` likewise."""
     for key in ("method", "data"):
         if isinstance(config.get(key), str):
             config[key] = {"name": config[key]}
@@ -273,7 +273,7 @@ def _normalised(config: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def _require_known_settings(parser: ArgumentParser, config: dict[str, Any], file: str) -> None:
-    """An unknown key is told as the file has it, not as the flag it is read by."""
+    """Refuse unknown keys, with their names in the file, not those of flags."""
     known = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
     for key in flatten(config):
         if key not in known:
@@ -281,7 +281,7 @@ def _require_known_settings(parser: ArgumentParser, config: dict[str, Any], file
 
 
 def _as_tokens(config: dict[str, Any]) -> list[str]:
-    """A configuration file as flags, so that both are read, checked and complained about in one way."""
+    """Return a configuration file as flags, so that both are parsed and checked alike."""
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in flatten(config).items()
     ]

@@ -18,7 +18,7 @@ _SIZE_FLAGS = ("--train.crop", "--eval.size", "--config")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: `parse_run` has all flags, --help among them."""
+    """Add nothing: `parse_run` has all flags, also --help."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ _REACH = 3
 """Positions to each side that a position is averaged with, along rows and then along columns."""
 _NEAR = 1.8
 """Standard deviation of the weight by distance, in positions."""
-_ALIKE = 0.05
+_ALIKE = 0.04
 """Standard deviation of the weight by colour, where colours go from 0 to 1."""
 
 

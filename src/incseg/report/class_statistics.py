@@ -1,4 +1,4 @@
-"""The IoU of each class of a run when it was learnt and at the end, and which class took whose pixels."""
+"""Statistics of each class of a run: its IoU when it was learnt and at the end, and the classes it is confused with."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LEAST_SHARE = 0.005
 
 
 class ClassStatistics(NamedTuple):
-    """A class in one run. Shares are of pixels of the test set and leave out those below LEAST_SHARE.
+    """A class in one run. Shares are of pixels of the test set; those below LEAST_SHARE are left out.
 
     step:          the step that learnt it.
-    iou_learnt:    percent, after that step; None where no test image shows the class.
+    iou_learnt:    percent, after that step; None if no test image shows the class.
     iou_end:       the same after the last step.
-    recall_learnt: share of its pixels that were found after step 0; None of a class learnt later.
+    recall_learnt: share of its pixels that were found after step 0; None for later classes.
     recall_end:    the same after the last step.
-    precision:     of a class learnt later, the share of the pixels predicted as it that are its own.
-    lost_to:       of a class of step 0, shares of its pixels that other classes have taken since.
-    taken_from:    of a class learnt later, shares of the pixels predicted as it that belong to others.
+    precision:     for later classes, the share of the pixels predicted as the class that belong to it.
+    lost_to:       for classes of step 0, the shares of its pixels that other classes have gained since.
+    taken_from:    for later classes, the shares of the pixels predicted as the class that belong to others.
     """
 
     name: str
@@ -42,7 +42,7 @@ class ClassStatistics(NamedTuple):
 
 
 def class_statistics(folder: Path, rows: Sequence[dict[str, Any]]) -> list[ClassStatistics]:
-    """Return every learnt class of a finished run; the background, where it counts, first."""
+    """Return every learnt class of a finished run; first the background, if it counts."""
     learnt_in = {name: row["index"] for row in rows for name in row["classes"]}
     names = ["background", *learnt_in]
     first, last = (read_confusion(folder, rows, step) for step in (0, len(rows) - 1))
@@ -68,7 +68,7 @@ def class_statistics(folder: Path, rows: Sequence[dict[str, Any]]) -> list[Class
 
 
 def read_confusion(folder: Path, rows: Sequence[dict[str, Any]], step: int) -> np.ndarray | None:
-    """Return (N+1, N+1) counts, row = target, column = predicted; None where the file is missing or broken."""
+    """Return (N+1, N+1) counts, row = target, column = predicted; None if the file is missing or broken."""
     num_labels = 1 + sum(len(row["classes"]) for row in rows[: step + 1])
     file = RunDir(folder).confusion(step)
     try:
@@ -84,7 +84,7 @@ def read_confusion(folder: Path, rows: Sequence[dict[str, Any]], step: int) -> n
 
 
 def _shares(confusion: np.ndarray | None, label: int, axis: int) -> dict[int, float]:
-    """Return where the pixels of a row (axis 1: the true class) or column (axis 0: the predicted one) went."""
+    """Return the shares of a row (axis 1: a true class) or a column (axis 0: a predicted class)."""
     if confusion is None:
         return {}
     counts = confusion[label] if axis == 1 else confusion[:, label]

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from incseg.types import BACKGROUND
 
-# Eleven evenly spaced colours of viridis, whose lightness grows evenly; in between it is all but linear.
+# Eleven evenly spaced colours of viridis, which is almost linear between them. Drawing must not need matplotlib.
 _VIRIDIS = (
     (68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140), (34, 168, 132),
     (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
@@ -20,7 +20,7 @@ _VIRIDIS = (
 
 OVERLAY_SIDES = (480, 2400)
 """Smaller images are enlarged, larger ones reduced, so that the longer side of an overlay lies between these."""
-_THINNEST = 24  # a strip drawn thinner than this shows nothing, so it is drawn out of proportion
+_THINNEST = 24  # narrower pictures show nothing, so they are drawn wider than in proportion
 _OPACITY = 0.5
 _PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (120, 120, 120)
 
@@ -47,10 +47,9 @@ def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
 
 
 def overlay(image: Image.Image, labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> Image.Image:
-    """Return the image with each class in its colour and outlined, over a legend of the classes it shows.
+    """Return the image with each class but background coloured and outlined, above a legend of its classes.
 
-    image: RGB; labels: (H, W) of the same size; palette and names: colour and name of each label. The background
-    is left clear.
+    image: RGB; labels: (H, W) of the same size; palette and names: colour and name of each label.
     """
     size = _drawn_size(image.width, image.height)
     shown = np.asarray(Image.fromarray(labels).resize(size, Image.Resampling.NEAREST))
@@ -70,14 +69,14 @@ def _drawn_size(width: int, height: int) -> tuple[int, int]:
     least, most = OVERLAY_SIDES
     long = max(width, height)
     if long < least:
-        factor: float = math.ceil(least / long)  # whole, so that all pixels are drawn alike
+        factor: float = math.ceil(least / long)  # an integer, so that all pixels have the same size
     else:
         factor = min(1.0, most / long)
     return max(_THINNEST, round(width * factor)), max(_THINNEST, round(height * factor))
 
 
 def _outlines(labels: np.ndarray, thickness: int) -> np.ndarray:
-    """Return (H, W) bool, the pixels of a class within `thickness` of another label."""
+    """Return (H, W) bool: the pixels of a class within `thickness` of another label."""
     edge = np.zeros(labels.shape, dtype=bool)
     across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
     edge[:, 1:] |= across
@@ -90,7 +89,7 @@ def _outlines(labels: np.ndarray, thickness: int) -> np.ndarray:
 
 
 def _grown(edge: np.ndarray) -> np.ndarray:
-    """Grow by one row up and down; many times faster than Pillow's filters."""
+    """Grow the edge by one row up and down; many times faster than Pillow's filters."""
     grown = edge.copy()
     grown[1:] |= edge[:-1]
     grown[:-1] |= edge[1:]
@@ -105,7 +104,7 @@ class _Entry:
 
 
 def _entries(labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> list[_Entry]:
-    """Return the labels present, largest first; the background, which is not coloured, last."""
+    """Return the labels present, largest first; background, which is not coloured, last."""
     counts = np.bincount(labels.ravel(), minlength=len(names)).tolist()
     present = [label for label, count in enumerate(counts) if count]
     entries = []
@@ -123,7 +122,7 @@ def _percent(share: float) -> str:
 
 
 def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
-    """Draw swatch, name and share of each entry, in even columns, row by row."""
+    """Draw swatch, name and share of each entry in columns, row by row."""
     text = max(16, width // 44)
     font = ImageFont.load_default(size=text)
     gap, line = text // 2, round(text * 1.75)
@@ -148,6 +147,6 @@ def _shortened(name: str, width: float, font: ImageFont.FreeTypeFont | ImageFont
     """Return as much of the name as fits."""
     if font.getlength(name) <= width:
         return name
-    # The first length that is too long, counted in characters before the ellipsis.
+    # the smallest number of characters before the ellipsis that is too long
     too_long = bisect_right(range(len(name)), width, key=lambda length: font.getlength(name[:length] + "…"))
     return name[: max(0, too_long - 1)] + "…"

@@ -1,4 +1,4 @@
-"""What an extension did, for people: one row per class, what was tried, and the rest in words.
+"""The result of an extension: a row per class, a row per try, and findings in words.
 
 Everything is read from the forgetting.json of a run folder (engine/forgetting.py, incseg/extension.py).
 """
@@ -10,19 +10,19 @@ from typing import Any
 from incseg.metrics import MOST_LOST, agreement
 
 NOTHING_LOST = 0.5
-"""Up to so many points count as nothing."""
+"""Percent of old pixels that may change without a remark."""
 NOTICED = 0.001
-"""Share of all old pixels that a class must lose to be named: a handful of pixels says nothing."""
+"""Share of all old pixels that a class must lose to be named: a few pixels mean nothing."""
 WORSE_BY = 2.0
 """Points of IoU that an old class must lose to be named."""
 FEW = 20
-"""Photographs of a class to learn from."""
+"""Advise more photographs if a class has fewer to learn from."""
 FEW_TESTED = 5
-"""Held-back photographs of a class: an IoU over fewer says little."""
+"""Advise another test if a class has fewer held-back photographs."""
 MUCH_BETTER = 5.0
-"""Points of mean IoU."""
+"""Points of mean IoU by which a recipe that the rule excludes must be better to be named."""
 HARDLY = 5.0
-"""Percent of IoU below which a class is as good as not found."""
+"""A class with a lower IoU, in percent, counts as hardly found."""
 
 CLASS_HEADS = ("class", "", "photographs", "unchanged", "IoU before", "IoU")
 
@@ -33,15 +33,15 @@ def where(report: dict[str, Any]) -> str:
 
 
 def class_rows(report: dict[str, Any]) -> list[list[str]]:
-    """Old classes by their agreement with the model before, new ones by their IoU.
+    """Return a row for each class: old ones with their agreement with the model before, new ones with their IoU.
 
     Photographs are those to learn from + those held back.
     """
     rows = []
     for name, of_class in report["classes"].items():
-        kept = agreement(of_class)
+        same = agreement(of_class)
         before, after = of_class["iou"] or (None, None)
-        rows.append([name, "old", "", "not seen here" if kept is None else f"{kept:.1f} %", _iou(before), _iou(after)])
+        rows.append([name, "old", "", "not seen here" if same is None else f"{same:.1f} %", _iou(before), _iou(after)])
     for name, of_class in report["new"].items():
         counts = f"{report.get('train_images', {}).get(name, 0)} + {of_class['images']}"
         improved = "iou_before" in of_class
@@ -55,7 +55,7 @@ def try_heads(report: dict[str, Any]) -> list[str]:
 
 
 def try_rows(report: dict[str, Any]) -> list[list[str]]:
-    """What was tried, and what came of it."""
+    """Return a row for each recipe that was tried."""
     rows = []
     for one in report["tries"]:
         notes = ["taken"] * (one["recipe"] == report["recipe"])
@@ -80,13 +80,13 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
         return ["old classes: the model found none of them on these photographs, so forgetting cannot be measured"]
     lines = []
     for name, of_class in report["classes"].items():
-        kept = agreement(of_class)
+        same = agreement(of_class)
         lost = of_class["pixels"] - of_class["kept"]
-        if kept is None or 100 - kept <= MOST_LOST or lost < NOTICED * report["pixels"]:
+        if same is None or 100 - same <= MOST_LOST or lost < NOTICED * report["pixels"]:
             continue
         takers = sorted(of_class["taken_by"].items(), key=lambda item: -item[1])
         to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= lost else ""
-        lines.append(f"{name} lost {100 - kept:.1f} % of its pixels{to}")
+        lines.append(f"{name} lost {100 - same:.1f} % of its pixels{to}")
     for name, of_class in report["classes"].items():
         if of_class["iou"] and of_class["iou"][0] - of_class["iou"][1] > WORSE_BY:
             before, after = of_class["iou"]
@@ -103,7 +103,7 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
 
 
 def _passed_over(report: dict[str, Any]) -> list[str]:
-    """A recipe that the rule did not allow and that finds the new classes much better is worth a line."""
+    """Return a line on a recipe that the rule excludes but that finds the new classes much better, if there is one."""
 
     def mean(one: dict[str, Any]) -> float:
         known = [value for value in one["iou"].values() if value is not None]

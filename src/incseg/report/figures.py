@@ -1,6 +1,6 @@
-"""Figures from run folders alone: curves over steps, the score against the number of increments, IoU of every class
-after every step, who forgot what, who took whose pixels; and from counts that models made: reliability, and how well
-classes not learnt yet are told apart."""
+"""Figures of a report. From run folders: curves over steps, the score against the number of increments, IoU of each
+class after each step, forgetting, confusion. From predictions on test images: reliability, and how well unknown classes
+are detected."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from incseg.report.sections import Ladder, MethodRuns, Section
 from incseg.report.style import FAINT, INK, PAPER, WIDTH, axes_at, line_style, new_figure, styled, text_on
 
 _LEAST_PERCENT = 1.5
-"""Of a cell that a confusion matrix shows."""
+"""Smallest number that is written in a confusion matrix."""
 MOST_ROWS = 45
-"""Classes drawn one by one; where there are more, a row is an increment."""
+"""Most rows with single classes. If there are more classes, a row is an increment."""
 _TITLES = {
     "all": "All: every class learnt so far",
     "inc": "Inc: mean over increments",
@@ -48,8 +48,8 @@ def _with_legend(figure: Figure, handles: list[Line2D] | None = None) -> Figure:
 
 @styled
 def curves(section: Section) -> Figure:
-    """Draw All, Inc, Base and New after every step, mean and standard deviation over seeds; joint training as a
-    level."""
+    """Draw All, Inc, Base and New after every step, mean and standard deviation over seeds, with joint training as a
+    horizontal line."""
     rows = -(-(len(section.methods) + len(section.ceilings)) // 3)
     figure = new_figure(WIDTH, 6.3 + 0.22 * rows)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
@@ -75,7 +75,7 @@ def curves(section: Section) -> Figure:
 
 
 def _ceil(section: Section) -> float:
-    """Return a value a little above the highest point that is drawn."""
+    """Return a value slightly above the highest point of the figure."""
     found = [m.figure(name, k) for m in section.methods for k in range(m.num_steps) for name in _TITLES]
     found += [m.figure(name, 0) for m in section.ceilings for name in _TITLES]
     return 1.06 * max([1.0, *(value.mean + (value.deviation or 0) for value in found if value)])
@@ -106,9 +106,10 @@ def _curve(axes: Axes, method: MethodRuns, name: str, index: int) -> None:
 
 @styled
 def against_increments(ladder: Ladder) -> Figure:
-    """Draw All after the last step against the number of increments, a line for each method; joint training as a level.
+    """Draw All after the last step against the number of increments, one line per method, with joint training as a
+    horizontal line.
 
-    Tasks of the same number stand side by side, in the order of their names under it.
+    Tasks with the same number are drawn side by side, in the order of their names below the axis.
     """
     figure = new_figure(8.5, 4.4 + 0.2 * -(-(len(ladder.drawn) + len(ladder.ceilings)) // 3))
     axes = figure.subplots()
@@ -135,20 +136,20 @@ def against_increments(ladder: Ladder) -> Figure:
 
 
 def _beside_each_other(increments: dict[str, int]) -> dict[str, float]:
-    """Return where each task stands: at its number, and where several have the same, close to it on both sides."""
+    """Return the x position of each task: its number of increments, or close to it if several tasks have the same."""
     values = list(increments.values())
     reach = max(values) - min(values)
     places = {}
     for number in set(values):
         own = [task for task, count in increments.items() if count == number]
-        gap = min(0.03 * reach, 0.8 / max(len(own) - 1, 1))  # never as far as the next number
+        gap = min(0.03 * reach, 0.8 / max(len(own) - 1, 1))  # must not reach the next number
         for index, task in enumerate(own):
             places[task] = number + gap * (index - (len(own) - 1) / 2)
     return places
 
 
 def _short(task: str) -> str:
-    """Shorten the name of a task: own groups of class names are long."""
+    """Shorten the name of a task: groups of class names are long."""
     return task if len(task) <= 14 else f"{task[:13]}…"
 
 
@@ -168,7 +169,7 @@ class ClassTable:
 
     @property
     def changes(self) -> np.ndarray:
-        """Return what each step changed: (rows, steps − 1), and the sum since a row was learnt as the last column."""
+        """Return the changes by each step, (rows, steps − 1), and in a last column the sum since a row was learnt."""
         steps = np.diff(self.values, axis=1)
         first = self.values[np.arange(len(self.names)), self.learnt]
         total = self.values[:, -1] - first
@@ -196,20 +197,20 @@ def class_table(method: MethodRuns) -> ClassTable:
 
 @styled
 def class_heat_map(method: MethodRuns, step_names: Sequence[str]) -> Figure:
-    """Draw on the left the IoU of every class after every step, right what each step changed."""
+    """Draw the IoU of every class after every step on the left, and the changes by each step on the right."""
     table = class_table(method)
     steps = table.values.shape[1]
     cell, row = (0.56 if steps <= 8 else 0.4), 0.235
     left, top, gap = 1.35, 1.05, 0.5
     height = max(len(table.names) * row, 1.2)
     panels = [(table.values, list(step_names[:steps]))]
-    if steps == 2:  # the sum would say the same again
+    if steps == 2:  # the sum would repeat the only change
         panels.append((table.changes[:, :1], list(step_names[1:2])))
     elif steps > 2:
         panels.append((table.changes, [*step_names[1:steps], "in all"]))
     bar = 0.75
     width = left + sum(len(columns) * cell for _, columns in panels) + (len(panels) - 1) * (gap + bar) + bar + 0.35
-    # The title over a narrow last panel needs room of its own.
+    # leave room for the title of a narrow last panel
     width = max(width, width - bar - 0.35 - cell * len(panels[-1][1]) + 2.2)
     figure = new_figure(width, top + height + 0.2)
     start = left
@@ -252,7 +253,7 @@ def _heat(axes: Axes, values: np.ndarray, columns: Sequence[str], rows: Sequence
 
 
 def _table_axes(axes: Axes, columns: Sequence[str], rows: Sequence[str]) -> None:
-    """Put names above the columns and left of the rows, without frame and ticks."""
+    """Write names above the columns and left of the rows, without frame and ticks."""
     axes.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor")
     axes.xaxis.tick_top()
     axes.set_yticks(range(len(rows)), rows)
@@ -277,8 +278,8 @@ def _colour_bar(axes: Axes, norm: Any, shades: Any) -> None:
 
 @styled
 def forgetting(section: Section) -> Figure | None:
-    """Draw the points of IoU that each class has lost since it was learnt, method beside method; None where nothing is
-    old."""
+    """Draw the points of IoU that each class has lost since it was learnt, by method; None if there are no old
+    classes."""
     lost: dict[str, dict[str, float]] = {}
     for method in section.methods:
         table = class_table(method)
@@ -315,7 +316,7 @@ def forgetting(section: Section) -> Figure | None:
 
 @dataclass(frozen=True)
 class Taking:
-    """A class of a later step that took pixels of an older one: shares right after it was learnt, and at the end."""
+    """A class of a later step that is predicted on pixels of an older class: shares after its step, and at the end."""
 
     taker: str
     victim: str
@@ -327,8 +328,8 @@ class Taking:
 def takings(
     confusions: Sequence[np.ndarray | None], steps: Sequence[Sequence[str]], least: float = 0.02
 ) -> list[Taking]:
-    """Return which class took whose pixels, largest share first; `confusions` of each step are shares of the true
-    label's pixels."""
+    """Return the takings of all steps, largest share first. `confusions` are the shares of the true labels' pixels
+    after each step."""
     names = ["background", *(name for classes in steps for name in classes)]
     last = confusions[-1]
     found = []
@@ -346,12 +347,12 @@ def takings(
 
 @styled
 def confusion_map(shares: np.ndarray, names: Sequence[str], learnt: Sequence[int]) -> Figure:
-    """Draw where the pixels of each true label (row) went (column), percent; small shares are left clear."""
+    """Draw the predicted labels (columns) of the pixels of each true label (row), in percent, without small shares."""
     cell, left, top = 0.315, 1.35, 1.0
     side = cell * len(names)
     figure = new_figure(left + side + 0.85, top + side + 0.15)
     axes = axes_at(figure, left, top, side, side)
-    norm, shades = Normalize(0, 100), colormaps["viridis_r"]  # light where little is, on white paper
+    norm, shades = Normalize(0, 100), colormaps["viridis_r"]  # small shares are light, like the paper
     percent = 100 * shares
     axes.grid(True, linewidth=0.4)
     edges = np.arange(len(names) + 1) - 0.5
@@ -371,12 +372,13 @@ def confusion_map(shares: np.ndarray, names: Sequence[str], learnt: Sequence[int
     return figure
 
 
-# --- what models were asked ----------------------------------------------------------------------------------
+# --- predictions on test images ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Pixels by confidence: how many, how sure in sum, how many right, in bins of equal width."""
+    """Pixels in bins of confidence of equal width: their number, their summed confidence, and the number of right
+    ones."""
 
     pixels: np.ndarray
     confidence: np.ndarray
@@ -390,7 +392,7 @@ class Reliability:
 
 @styled
 def reliability(by_method: dict[str, tuple[int, Reliability]]) -> Figure:
-    """Draw accuracy over confidence of the last models, and below how many pixels have which confidence."""
+    """Draw accuracy over confidence of the last models, and below it the distribution of confidence."""
     figure = new_figure(6.8, 5.4 + 0.24 * len(by_method))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot([0, 1], [0, 1], color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
@@ -428,7 +430,7 @@ _SCORES = {"seen": "by uncertainty", "background": "by 1 − P(background)"}
 
 @styled
 def unknown_curves(counts: dict[str, dict[str, tuple[int, Unknown]]]) -> Figure:
-    """Draw ROC and precision over recall of classes to come against other pixels.
+    """Draw ROC and precision over recall of unknown classes against other pixels.
 
     counts: {"seen" or "background": {label: (index of its style, histograms)}}.
     """
@@ -456,19 +458,18 @@ def _ranking_curves(roc: Axes, precision: Axes, counts: Unknown, index: int, lab
     hits, alarms = (np.cumsum(side.numpy()[::-1]).astype(np.float64) for side in (counts.unseen, counts.other))
     style = {**line_style(index), "markevery": 0.12, "markersize": 5}
     recall, false = hits / hits[-1], alarms / alarms[-1]
-    corners = np.flatnonzero(np.diff(recall + false, prepend=0) > 0)  # the bins that hold nothing draw nothing
+    corners = np.flatnonzero(np.diff(recall + false, prepend=0) > 0)  # skip empty bins
     corners = corners[np.unique(np.linspace(0, len(corners) - 1, 200).round().astype(int))]
     roc.plot(np.append(0, false[corners]), np.append(0, recall[corners]), label=label, **style)
-    corners = corners[recall[corners] >= 0.01]  # before, a handful of pixels makes it jump
+    corners = corners[recall[corners] >= 0.01]  # below, precision depends on a few pixels
     precision.plot(recall[corners], hits[corners] / (hits + alarms)[corners], **style)
 
 
 @styled
 def unknown_areas(section: Section) -> Figure | None:
-    """Draw the area under the ROC of classes to come after every step, from the runs' own tests; None where there are
-    none.
+    """Draw the area under the ROC of unknown classes after every step, from the runs' own tests.
 
-    A run of another version may not have counted them.
+    None if no run has it, as in runs of older versions.
     """
     areas = {
         other: [(index, _areas(method, other)) for index, method in enumerate(section.methods)] for other in _SCORES

@@ -1,6 +1,6 @@
 """The page of `incseg report`: its sections from run folders, and their HTML.
 
-Every text is escaped by the template; a figure is the only thing that is put in as it is.
+The template escapes every text; only figures are inserted as they are.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from incseg.report import figures
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.report.runs import BROKEN, RunRecord
 from incseg.report.sections import MethodRuns, Section, ladders_of
-from incseg.report.style import Drawn, keep
+from incseg.report.style import Drawn, save_figure
 from incseg.report.tables import Table, compare
 from incseg.report.writers import cells_of, figure_text, seeds_text
 
 log = logging.getLogger("incseg")
 
 FIGURES_FOLDER = "figures"
-"""Beside the page."""
+"""Folder of the figures beside the page."""
 _MOST_TAKINGS = 6
 _MOST_COMMANDS = 8
-"""That are shown at once; more are folded away."""
+"""Most commands in an open block; more are folded."""
 
 
 @dataclass
 class HtmlTable:
-    """Rows whose first cell is a name; `above` is a title over all columns but two; `ours` are rows to be marked."""
+    """Rows whose first cell is a name. `above` is a title over all columns but two; rows in `ours` are highlighted."""
 
     heading: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -49,7 +49,7 @@ class HtmlTable:
 
 @dataclass
 class Block:
-    """A part of a section, in the order in which it is shown; folded away where it is of less interest."""
+    """A part of a section. The fields are in the order of the page; a `folded` block is closed at first."""
 
     title: str
     texts: list[str] = field(default_factory=list)
@@ -67,17 +67,17 @@ class PageSection:
 
 
 def page(title: str, about: str, warnings: Sequence[str], sections: Sequence[PageSection], footer: str) -> str:
-    """Return the page as HTML. Figures share their letters."""
-    letters: dict[str, str] = {}
+    """Return the page as HTML. Figures share their glyphs."""
+    glyphs: dict[str, str] = {}
     for figure in (figure for section in sections for block in section.blocks for figure in block.figures):
-        letters |= figure.letters
+        glyphs |= figure.glyphs
     return _template("page.html.jinja").render(
-        title=title, about=about, warnings=warnings, sections=sections, footer=footer, letters="".join(letters.values())
+        title=title, about=about, warnings=warnings, sections=sections, footer=footer, glyphs="".join(glyphs.values())
     )
 
 
 def caption(of: str, *values: Any, **named: Any) -> str:
-    """Return a text of captions.jinja."""
+    """Return a caption of captions.jinja."""
     return " ".join(str(getattr(_template("captions.jinja").module, of)(*values, **named)).split())
 
 
@@ -94,7 +94,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def inline_html(text: str) -> Markup:
-    """Return Markdown's **bold** and `code` as elements, every other character as itself."""
+    """Return Markdown's **bold** and `code` as HTML elements, and all other characters escaped."""
     escaped = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", str(escape(text)))
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", escaped))
 
@@ -103,11 +103,11 @@ def inline_html(text: str) -> Markup:
 
 
 def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
-    """Return a section for each dataset: ours beside the published, label rules and commands under it."""
+    """Return a section for each dataset: our results beside published ones, label rules and commands."""
     sections = []
     for table in compare([record for record in records if record.retest is None], True):
         under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
-        own = table.dataset.startswith("folder")  # for people the sections of own photographs say more
+        own = table.dataset.startswith("folder")  # the sections of one's own photographs are more useful
         title = "Base / New / All / Inc" if own else ""
         blocks = [
             Block(title, tables=_by_column(table), notes=under, folded=own),
@@ -123,7 +123,7 @@ def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
 
 
 def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
-    """Return a section for each run on a folder of one's own: its classes, and what an extension did."""
+    """Return a section for each run on one's own photographs: its classes, or the result of an extension."""
     sections = []
     for record in records:
         own = record.settings.get("data.name") == "folder"
@@ -139,7 +139,7 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
 
 
 def _extension(run: RunDir) -> list[Block]:
-    """Return nothing where the run is not an extension, or of a version that did not write all of this."""
+    """Return the blocks of an extension; none if the run is not one, or its version did not write all fields."""
     if not run.forgetting.is_file():
         return []
     try:
@@ -158,7 +158,7 @@ def _extension(run: RunDir) -> list[Block]:
 
 
 def _by_column(table: Table) -> list[HtmlTable]:
-    """Return a table for each task and setting that was run: side by side they are too wide for a screen."""
+    """Return one table for each task and setting: side by side they are too wide for a screen."""
     run = {(g.first.task, g.first.setting) for line in table.lines for g in line.groups}
     columns = [(task, setting) for task, setting in table.columns if _was_run(run, task, setting)] or table.columns
     heading = ["method", "seeds", *(name.capitalize() for name in FIGURES)]
@@ -173,19 +173,19 @@ def _by_column(table: Table) -> list[HtmlTable]:
 
 
 def _was_run(run: set[tuple[str, str]], task: str, setting: str) -> bool:
-    """Return whether a column was run; on ADE20k it has no setting."""
+    """Return whether a column was run. On ADE20k columns have no setting."""
     return (task, setting) in run if setting else task in {task for task, _ in run}
 
 
 def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSection | None:
-    """Draw the score against the number of increments; None where no method has finished tasks of two numbers."""
+    """Draw the score against the number of increments; None if no method has finished tasks with two numbers."""
     blocks = []
     for ladder in ladders_of(records):
         seeds = any(found.seeds > 1 for line in ladder.drawn for found in line.scores.values())
         replaying = [line.label for line in ladder.drawn if line.replays]
         shared = len(set(ladder.increments.values())) < len(ladder.increments)
         text = caption("increments", ladder, seeds, shared, replaying)
-        drawn = keep(figures.against_increments(ladder), folder, f"{ladder.key}-increments", text)
+        drawn = save_figure(figures.against_increments(ladder), folder, f"{ladder.key}-increments", text)
         heading = [f"{task}: {number} increment{'s' * (number > 1)}" for task, number in ladder.increments.items()]
         rows = [
             [line.label, *(figure_text(line.scores.get(task)) for task in ladder.increments)] for line in ladder.lines
@@ -195,19 +195,19 @@ def increments_section(records: Sequence[RunRecord], folder: Path) -> PageSectio
 
 
 def section_blocks(section: Section, folder: Path) -> list[Block]:
-    """Draw curves, forgetting, classes and confusions; the main method's open, the others' folded away."""
+    """Draw curves, forgetting, classes and confusions. Classes and confusions of other methods are folded."""
     seeds = any(len(method.runs.seeds) > 1 for method in section.methods)
-    drawn = keep(figures.curves(section), folder, f"{section.key}-curves", caption("curves", section, seeds))
+    drawn = save_figure(figures.curves(section), folder, f"{section.key}-curves", caption("curves", section, seeds))
     rows = [[method.label, *(_at(method, step) for step in range(len(section.steps)))] for method in section.methods]
     steps = HtmlTable(["All / Inc after", *section.step_names], rows)
     blocks = [Block("Step by step", tables=[steps], figures=[drawn])]
     lost = figures.forgetting(section)
     if lost is not None:
         text = caption("forgetting", section.main.label, merged=len(section.main.classes) > figures.MOST_ROWS)
-        blocks.append(Block("Forgetting", figures=[keep(lost, folder, f"{section.key}-forgetting", text)]))
+        blocks.append(Block("Forgetting", figures=[save_figure(lost, folder, f"{section.key}-forgetting", text)]))
     areas = figures.unknown_areas(section)
     if areas is not None:
-        drawn = keep(areas, folder, f"{section.key}-unknown-steps", caption("unknown_steps"))
+        drawn = save_figure(areas, folder, f"{section.key}-unknown-steps", caption("unknown_steps"))
         blocks.append(Block("Classes not learnt yet", figures=[drawn]))
     for index, method in enumerate(section.methods):
         blocks.append(_class_block(section, method, index, folder))
@@ -222,7 +222,7 @@ def _at(method: MethodRuns, step: int) -> str:
 
 def _class_block(section: Section, method: MethodRuns, index: int, folder: Path) -> Block:
     heat = figures.class_heat_map(method, section.step_names)
-    drawn = [keep(heat, folder, f"{section.key}-classes-{index}", caption("classes", method.label))]
+    drawn = [save_figure(heat, folder, f"{section.key}-classes-{index}", caption("classes", method.label))]
     texts = []
     confusions = [method.confusion(step) for step in range(method.num_steps)]
     last = confusions[-1]
@@ -232,7 +232,9 @@ def _class_block(section: Section, method: MethodRuns, index: int, folder: Path)
         has_background = "background" in method.longest.rows[0]["iou"]
         shares = last if has_background else np.where(np.arange(len(last))[:, None] == 0, np.nan, last)
         confusion = figures.confusion_map(shares, names, learnt)
-        drawn.append(keep(confusion, folder, f"{section.key}-confusion-{index}", caption("confusion", method.label)))
+        drawn.append(
+            save_figure(confusion, folder, f"{section.key}-confusion-{index}", caption("confusion", method.label))
+        )
     taken = figures.takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
     if taken:
         texts.append("Who took whose pixels: " + "; ".join(_sentence(one, method.num_steps) for one in taken) + ".")
@@ -244,11 +246,10 @@ def _sentence(one: figures.Taking, num_steps: int) -> str:
     return f"**{one.taker} took {100 * one.then:.0f} % of {one.victim}**{later}"
 
 
-def under_way(records: Sequence[RunRecord]) -> PageSection | None:
-    """Return the rows so far of runs that are not finished."""
-    going = [record for record in records if not record.finished and record.rows]
+def unfinished_section(records: Sequence[RunRecord]) -> PageSection | None:
+    """Return the last rows of unfinished runs; None if there are none."""
     rows = []
-    for record in going:
+    for record in (record for record in records if not record.finished and record.rows):
         last = record.rows[-1]
         values = [f"{last[name]:.1f}" if last[name] is not None else "–" for name in FIGURES]
         label = f"{record.dataset} {record.task} {record.setting}, `{record.method}`, seed {record.seed}"

@@ -1,5 +1,5 @@
-"""Which test images a page shows, by a score and a rule, never by hand; and how: photographs, truths, predictions and
-maps side by side, with a legend of what they show."""
+"""Sheets of pictures: images, ground truth, predictions and probability maps side by side, with a legend; and the rules
+that choose the test images to show."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from incseg.types import BACKGROUND, IGNORE
 _GAP, _MARGIN = 0.08, 0.1
 _WIDEST, _BAR = 1.9, 1.2
 _TILE_PIXELS = 300
-"""Longer side of a tile's picture: twice what the page shows."""
+"""Longer side of the picture in a tile: twice that on the page."""
 _NAMED_SHARE = 0.02
-"""Of a tile's pixels that a class must have to be named on it."""
+"""Least share of a tile's pixels that a class must have to be named on it."""
 _MAP = colormaps["viridis"]
 
 
@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles beside each other, from a column on, and what stands before them."""
+    """Tiles side by side, beginning at column `start`, after a label."""
 
     tiles: Sequence[Tile]
     label: str = ""
@@ -64,7 +64,7 @@ class Classes:
 
 @styled
 def sheet(rows: Sequence[Row], classes: Classes) -> Figure:
-    """Draw rows of tiles, and where there is room, else under them, the classes shown and the scale of the maps."""
+    """Draw rows of tiles with a legend of the classes and the scale of the maps, in a free place or below."""
     columns = max(row.start + len(row.tiles) for row in rows)
     side = 0.28 if any(row.label for row in rows) else 0.0
     width = min(_WIDEST, (WIDTH - 2 * _MARGIN - side) / columns - _GAP)
@@ -133,7 +133,7 @@ def _resized(picture: np.ndarray, how: Image.Resampling) -> np.ndarray:
 
 
 def _name_regions(axes: Axes, labels: np.ndarray, classes: Classes) -> None:
-    """Write the name of each larger class on it, so that readers need not tell colours apart."""
+    """Write the names of larger classes on them, so that readers need not distinguish colours."""
     height, width = labels.shape
     taken: list[float] = []
     for label in np.unique(labels):
@@ -145,7 +145,7 @@ def _name_regions(axes: Axes, labels: np.ndarray, classes: Classes) -> None:
         nearest = np.argmin((rows - np.median(rows)) ** 2 + (columns - np.median(columns)) ** 2)
         row = float(np.clip(rows[nearest], 0.08 * height, 0.92 * height))
         while any(abs(row - other) < 0.1 * height for other in taken) and row < 0.9 * height:
-            row += 0.05 * height  # names do not stand on each other
+            row += 0.05 * height  # names must not overlap
         taken.append(row)
         axes.text(
             np.clip(columns[nearest], 0.22 * width, 0.78 * width), row, classes.name(int(label)),
@@ -156,13 +156,13 @@ def _name_regions(axes: Axes, labels: np.ndarray, classes: Classes) -> None:
 
 @dataclass(frozen=True)
 class _Legend:
-    """Swatches of the labels shown, and under or beside them the scale of the maps."""
+    """Swatches of the labels, and below or beside them the scale of the maps."""
 
     shown: Sequence[int]
     has_map: bool
 
     def _columns(self, width: float) -> int:
-        """Return how many swatches stand side by side; the scale takes room beside them on a wide sheet."""
+        """Return the number of swatches per row. On a wide sheet the scale is beside them."""
         return max(1, int((width - (_BAR + 0.3 if self._beside(width) else 0)) // 1.2))
 
     def _beside(self, width: float) -> bool:
@@ -174,7 +174,7 @@ class _Legend:
         return max(swatches, scale) if self._beside(width) else swatches + scale
 
     def draw(self, figure: Figure, classes: Classes, left: float, top: float, width: float) -> None:
-        """Draw into a place of this width whose upper left corner is given in inches."""
+        """Draw with this upper left corner and width, in inches."""
         across, down = figure.get_size_inches()
         if self.shown:
             handles = [
@@ -204,11 +204,11 @@ class _Legend:
 # --- which images --------------------------------------------------------------------------------------------
 
 LEAST_SHARE = 0.01
-"""Of an image's pixels that a label must have to count as shown: a few stray pixels must not halve a score."""
+"""Least share of an image's pixels that a label must have to count: a few stray pixels must not halve a score."""
 
 
 def image_score(predicted: np.ndarray, truth: np.ndarray) -> float:
-    """Return the mean IoU over the labels that either of the two shows, in percent; ignored pixels do not count."""
+    """Return the mean IoU over the labels in either map, in percent; ignored pixels do not count."""
     counted = truth != IGNORE
     predicted, truth = predicted[counted], truth[counted]
     shares = []
@@ -228,7 +228,7 @@ def shown_classes(truth: np.ndarray, learnt: Sequence[int]) -> list[int]:
 
 
 def extremes(scores: dict[int, float]) -> dict[str, int]:
-    """Return the hardest, the median and the best image of these; one image may be all three."""
+    """Return the hardest, the median and the best of these images; they may be the same."""
     ranked = sorted(scores, key=lambda image: (scores[image], image))
     if not ranked:
         return {}
@@ -236,15 +236,15 @@ def extremes(scores: dict[int, float]) -> dict[str, int]:
 
 
 def largest_fall(over_steps: Sequence[dict[int, float]]) -> dict[str, int]:
-    """Return the image whose score has fallen most since the best of the earlier steps, if any has; those that lack a
-    score after some step are passed over."""
+    """Return the image whose score has fallen most from the best of the earlier steps, if any has fallen. Images
+    without a score after some step are skipped."""
     images = set.intersection(*map(set, over_steps)) if len(over_steps) > 1 else set()
     falls = {i: max(scores[i] for scores in over_steps[:-1]) - over_steps[-1][i] for i in images}
     return _largest("largest fall", falls)
 
 
 def leads(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, int]:
-    """Return where one method is furthest ahead of another, and where furthest behind."""
+    """Return the images where one method is furthest ahead of another, and furthest behind."""
     ahead = {i: mine[i] - theirs[i] for i in mine if i in theirs}
     return _largest("largest lead", ahead) | _largest("largest lag", {i: -gap for i, gap in ahead.items()})
 
@@ -255,13 +255,13 @@ def _largest(name: str, values: dict[int, float]) -> dict[str, int]:
 
 
 def with_two_classes(scores: dict[int, float], classes: dict[int, list[int]]) -> int | None:
-    """Return the median of the images that show at least two classes; of all where there is none such."""
+    """Return the median of the images that show at least two classes, or of all images if there are none."""
     several = {i: score for i, score in scores.items() if len(classes[i]) > 1} or scores
     return extremes(several).get("median")
 
 
 def each_once(chosen: dict[str, int]) -> dict[str, int]:
-    """Return each image once, under all of its names: {"hardest, largest fall": 3}."""
+    """Return each image once, under all its names: {"hardest, largest fall": 3}."""
     names: dict[int, list[str]] = {}
     for name, image in chosen.items():
         names.setdefault(image, []).append(name)

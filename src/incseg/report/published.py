@@ -1,11 +1,11 @@
-"""Figures that others published, typed from their tables into published.csv, to stand beside ours.
+"""Published figures, copied from tables of papers into published.csv, for comparison with ours.
 
 VOC and ADE20k with all four figures: tables 3 and 4 of Holmquist, Klasén, Felsberg, Evidential Deep Learning for
 Class-Incremental Semantic Segmentation (2022), who quote MiB, SDR, PLOP and RECALL from the papers named with each.
-What they print after ± on VOC is, by their text, the variance over seeds 42, 1337, 2001; that of New on 15-5 disjoint
-is printed as 0.0.8 and left out. They give no seeds for joint training and ADE20k.
+According to their text, the number after ± on VOC is the variance over seeds 42, 1337, 2001; that of New on 15-5
+disjoint is printed as 0.0.8 and left out. They give no seeds for joint training and ADE20k.
 
-"collected" has All alone, with a ResNet-101, of the methods' own papers. On ADE20k these are of the overlapped setting
+"collected" has only All, with a ResNet-101, from the methods' own papers. On ADE20k these are of the overlapped setting
 in order a, and so not comparable with the paper's.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from incseg.metrics import FIGURES
 
 Column = tuple[str, str]
-"""Task and setting; no setting on ADE20k, where a row has one."""
+"""Task and setting. On ADE20k rows have a setting, and columns have none."""
 
 PAPER = "Holmquist, Klasén, Felsberg 2022"
 SOURCES = {
@@ -34,18 +34,18 @@ FAMILIES = (
     "finetune", "lwf", "lwfmc", "ilt", "ewc", "pi", "rw", "mib", "sdr", "sdrmib", "plop", "rcil", "ewf", "dkd", "ssul",
     "star", "recall", "evidential", "analytic",
 )  # fmt: skip
-"""The order of rows; a method of another name stands after them, joint training last."""
+"""The order of rows. Other methods follow them, joint training is last."""
 UNRANKED = ("recall", "joint")
-"""More data than the others have."""
+"""Methods that use more data than the others."""
 
 
 @dataclass(frozen=True)
 class Published:
     """A row of a published table.
 
-    seeds:    how many; 0 where the publication does not say.
-    figures:  at each column Base, New, All, Inc in percent, None where nothing was published.
-    variance: of the same, over the seeds.
+    seeds:    number of seeds; 0 if it is not published.
+    figures:  Base, New, All, Inc in percent by column; None if not published.
+    variance: variances of the figures over the seeds.
     """
 
     dataset: str
@@ -59,7 +59,7 @@ class Published:
 
 
 def family_of(method: str) -> str:
-    """Return the name without case and signs: SDR+MiB and sdr_mib are sdrmib."""
+    """Return the name in lower case without punctuation: SDR+MiB and sdr_mib are sdrmib."""
     return re.sub(r"[^a-z0-9]", "", method.lower())
 
 

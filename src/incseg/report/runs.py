@@ -1,10 +1,10 @@
-"""Runs as records, from their folders or from summaries of them: what every table is made of.
+"""Runs as records, the source of every table: read from run folders or from summaries.
 
-Run folders hold gigabytes and stay on the machine that made them. A summary holds all that tables are made of, without
-models: it is small enough to be committed, so that a study grows from machine to machine, and a new method is compared
+Run folders have gigabytes and stay on the machine that made them. A summary has everything that tables need, but no
+models. It is small enough to be committed, so a study can grow on several machines, and a new method can be compared
 with ours without training ours again: `incseg compare runs/mine results/voc-laptop/runs.jsonl`.
 
-A folder that is broken or foreign is reported and left out; nothing that was not run is ever filled in.
+Broken or foreign folders are reported and left out. Runs that were not made are never filled in.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ ALL_FIGURES = (*FIGURES, "avg")
 """Base, New, All, Inc of the last model, and PLOP's average of All over the steps."""
 
 Usual = Callable[[dict[str, Any]], dict[str, Any]]
-"""From a configuration to the values that its preset and method have by default."""
+"""Function from a configuration to the default values of its preset and method."""
 
 _RESTORE = "restore it (git checkout), or make it again from the run folder with make results"
 _MOST_REASONS = 3
-"""Reasons that one line gives."""
+"""Most reasons in one line."""
 _OPTION_GROUPS = ("method", "train", "model", "data", "eval")
 _NO_OPTIONS = settings_affecting("machine") | {
     "data.name", "data.root", "data.presence", "data.classes_file", "method.name",
 }  # fmt: skip
-"""Settings that name a row, lie elsewhere on every machine, or change no figure."""
+"""Settings that are part of a row's name, differ between machines, or change no figure."""
 _PATHS = ("model.weights", "method.replay")
 _DECIMALS = 7
-"""Of numbers in a summary: with fewer, some means over seeds would be printed with another last digit."""
+"""Decimals of numbers in a summary. With fewer, some means over seeds would have another last digit."""
 _NOT_IN_SUMMARY = {"folder", "finished", "is_summary"}
 _ROW_IN_SUMMARY = ("index", "classes", "unseen")
 BROKEN = (UserError, OSError, KeyError, TypeError, ValueError, AttributeError)
-"""What reading a broken or foreign file can raise."""
+"""Errors that a broken or foreign file can raise."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """A run, or a test of its last model with other inference options.
 
-    folder:   of a summary, its file, and in a file of several runs FILE/NAME.
-    options:  what differs from preset and method: {"balancing": "none", "train.lr": 0.1}, the method's without prefix.
-    settings: the whole configuration under dotted names; of a retest, with its options put in.
-    base…avg: percent, of the last model; None in a run that is not finished, avg also in a retest.
-    seconds:  training and tests, reused steps included with what they took first; of a retest, the test.
-    rows:     one for each step that is done; of a retest, the one that was tested; of a summary, a part of each.
-    retest:   the options that differ from the run's own, None for the run itself.
-    classes:  of a summary, the statistics of each class.
+    folder:   the run folder; for a summary its file, or FILE/NAME in a file of several runs.
+    options:  settings that differ from those of preset and method: {"balancing": "none", "train.lr": 0.1}, those of
+              the method without prefix.
+    settings: the whole configuration under dotted names; for a retest with its own options.
+    base…avg: percent, of the last model; None for an unfinished run, avg also for a retest.
+    seconds:  time of training and tests; a reused step counts with the time of its training. For a retest, of the test.
+    rows:     one row per finished step; for a retest, that of the tested step; for a summary, parts of the rows.
+    retest:   options that differ from those of the run; None for the run itself.
+    classes:  for a summary, the statistics of each class.
     """
 
     folder: Path
@@ -121,9 +122,9 @@ class RunRecord:
 
 @contextlib.contextmanager
 def collected_warnings(show: bool = False) -> Iterator[list[str]]:
-    """Collect the warnings of this package instead of handling them: each once, on one line.
+    """Collect the warnings of this package instead of handling them, each once and on one line.
 
-    With `show` each is also printed to stderr at once, and so is what is logged as information.
+    With `show`, also print warnings and information to stderr at once.
     """
     lines: list[str] = []
 
@@ -153,10 +154,9 @@ def print_warning(line: str) -> None:
 
 
 def read_runs(folders: Iterable[str | Path], usual: Usual) -> list[RunRecord]:
-    """Return the runs in these folders or anywhere below them, each followed by its retests; unfinished ones and
-    summaries too.
+    """Return the runs in these folders or below them, each followed by its retests, with unfinished runs and summaries.
 
-    A folder, retest or summary that is broken, half-written or foreign is reported and left out.
+    Broken, incomplete or foreign folders, retests and summaries are reported and left out.
     """
     records: list[RunRecord] = []
     for place in find_runs(folders):
@@ -175,7 +175,7 @@ def read_runs(folders: Iterable[str | Path], usual: Usual) -> list[RunRecord]:
 
 @contextlib.contextmanager
 def _left_out(place: object) -> Iterator[None]:
-    """Report what cannot be read, and go on."""
+    """Report what cannot be read, and continue."""
     try:
         yield
     except BROKEN as error:
@@ -183,15 +183,17 @@ def _left_out(place: object) -> Iterator[None]:
 
 
 def require_some(shown: Sequence[RunRecord], left_out: Sequence[str]) -> None:
-    """Raise one line that says why nothing is left to show: the warnings there would have been."""
+    """Raise a UserError with the collected warnings if there is nothing to show."""
     if not shown:
         more = f"; and {len(left_out) - _MOST_REASONS} more" if len(left_out) > _MOST_REASONS else ""
         raise UserError(f"nothing to show: {'; '.join(left_out[:_MOST_REASONS])}{more}; incseg train makes runs")
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
-    """Return every folder, among these or below them, that has a config.yaml or results.json, and every file of
-    summaries; each once, sorted below its parent."""
+    """Return every folder, among these or below them, with a config.yaml or results.json, and every file of summaries.
+
+    Each is returned once, sorted below its parent.
+    """
     found: dict[Path, Path] = {}
     for given in map(Path, folders):
         here = [given] if any(map(is_summary, (given, *given.parents))) else []
@@ -264,13 +266,13 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
 
 
 def _dataset(name: str, config: dict[str, Any]) -> str:
-    """Return the name of a dataset; each folder of one's own is a dataset, named by the folder."""
+    """Return the name of a dataset. Each folder of one's own photographs is a dataset named by the folder."""
     root = (config.get("data") or {}).get("root")
     return f"{name} {Path(str(root)).name}".strip() if name == "folder" and root else name
 
 
 def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:
-    """Return a retest as a record of its own; nothing where it is of an earlier step, which no table shows."""
+    """Return a retest as a record of its own; nothing if it is of an earlier step, which no table shows."""
     saved = read_json(file)
     step, row = _need(saved, "step", int, "it"), _need(saved, "row", dict, "it")
     changed = _need(saved, "options", dict, "it")
@@ -278,7 +280,7 @@ def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:
         return []
     _check_row({"seconds": {"train": 0, "eval": 0}, **row}, step)
     if _need(saved, "row_digest", str, "it") != RunDir(run.folder).row_digest(step):
-        raise UserError("its run was trained anew since; test again with incseg eval --save")
+        raise UserError("its run was trained again since; test again with incseg eval --save")
     figures: dict[str, Any] = {name: _number(row, name, "its row") for name in FIGURES}
     settings = {**run.settings, **{f"method.{name}": value for name, value in changed.items()}}
     return [
@@ -301,9 +303,9 @@ def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:
 
 
 def write_summaries(records: Sequence[RunRecord], runs: Path, file: Path) -> int:
-    """Put the finished runs among these, each with its retests, into a file of summaries, and return their number.
+    """Add the finished runs among these, each with its retests, to a file of summaries, and return their number.
 
-    A run is named by its folder below `runs`. What the file holds of other runs stays.
+    A run is named by its folder below `runs`. Summaries of other runs in the file do not change.
     """
     lines = {_need(_parsed(line, where), "name", str, where): line for where, line in _lines(file)}
     finished = [record for record in records if record.finished and record.retest is None]
@@ -321,7 +323,7 @@ def write_summaries(records: Sequence[RunRecord], runs: Path, file: Path) -> int
 
 
 def _summary(record: RunRecord) -> dict[str, Any]:
-    """Return plain values that name no place of this machine; of the settings those that change a figure."""
+    """Return plain values without paths of this machine, and only with settings that change figures."""
     values = {one.name: getattr(record, one.name) for one in fields(record) if one.name not in _NOT_IN_SUMMARY}
     rows = [{key: row[key] for key in _ROW_IN_SUMMARY} for row in record.rows]
     measured = {key: _rounded(values[key]) for key in (*ALL_FIGURES, "seconds", "classes")}
@@ -368,13 +370,13 @@ def _read_summaries(place: Path, usual: Usual) -> list[RunRecord]:
 
 
 def _read_summary(folder: Path, saved: dict[str, Any], usual: Usual) -> list[RunRecord]:
-    """Return a run and its retests. The presets of today tell what is an option: the same settings have one name,
-    whenever they were saved."""
+    """Return a run and its retests. Options are found with the current presets, so that runs with the same settings
+    have the same name, whenever they were saved."""
     try:
         run = _need(saved, "run", dict, "it")
         retests = [{**run, **values} for values in _need(saved, "retests", list, "it")]
         records = [_record(folder, values) for values in (run, *retests)]
-    except (UserError, TypeError) as error:  # a TypeError where there is a field too many
+    except (UserError, TypeError) as error:  # a TypeError for an unknown field
         raise UserError(f"{one_line(error)}; {_RESTORE}") from error
     data = {"name": records[0].settings.get("data.name", records[0].dataset)}
     usually = flatten(usual({"preset": records[0].preset, "method": {"name": records[0].method}, "data": data}))
@@ -399,7 +401,7 @@ def _record(folder: Path, values: dict[str, Any]) -> RunRecord:
 
 
 def _need(values: Any, key: str, kind: Any, where: str) -> Any:
-    """Return a value of the expected kind; what lacks it was not written by incseg, or not to its end."""
+    """Return a value of the expected type. A file without it is incomplete or not from incseg."""
     if not isinstance(values, dict) or key not in values:
         raise UserError(f"{where} lacks '{key}'")
     if not isinstance(values[key], kind):
@@ -435,7 +437,7 @@ def _options(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def optional_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that can be options; a file of weights or a folder of photographs by its name alone."""
+    """Return the settings that can be options. Paths of weights and replay images are shortened to their names."""
     return {
         key: os.path.basename(value) if key in _PATHS and isinstance(value, str) else value
         for key, value in settings.items()
@@ -444,8 +446,8 @@ def optional_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """Return what was set otherwise than in another run: {"scope": (there, here)}. A setting that one of the two
-    versions of incseg did not have is none."""
+    """Return the settings that differ from another run: {"scope": (there, here)}. Settings that only one of the two
+    versions of incseg has are left out."""
     here = {**optional_settings(record.settings), "rules": record.rules["name"]}
     there = {**optional_settings(default.settings), "rules": default.rules["name"]}
     differing = {key: (there[key], here[key]) for key in here if key in there and there[key] != here[key]}
@@ -456,7 +458,7 @@ def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as it may stand in a file that others read: from here, or where it lies elsewhere its end."""
+    """Return a path for a file that others read: relative to the current folder, or only its last part."""
     try:
         return path.resolve().relative_to(Path.cwd().resolve()).as_posix() or "."
     except ValueError:
@@ -464,12 +466,12 @@ def shown_path(path: Path) -> str:
 
 
 def shown_command(tokens: Sequence[Any]) -> str:
-    """Return a command as another machine would type it: files that lie elsewhere by their names."""
+    """Return a command for another machine: paths outside the current folder are shortened to their names."""
     return shlex.join(["incseg", *(_without_place(str(token)) for token in tokens[1:])])
 
 
 def _as_flags(folder: Path, settings: dict[str, Any], usual: dict[str, Any]) -> list[Any]:
-    """Return the command of a run that took its settings from a file, as of a queue: a reader does not have that
+    """Return the command with flags for a run whose settings came from a file, as in a queue: readers do not have that
     file."""
     always = {"preset": "preset", "data": "data.name", "root": "data.root", "task": "task", "setting": "setting",
               "method": "method.name", "seed": "seed"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs that can be drawn into one figure: the same dataset, task, setting and class order; and over several tasks."""
+"""Runs that share a figure: those of the same dataset, task, setting and class order, and those of several tasks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from incseg.report.runs import RunRecord, options_text
 from incseg.report.tables import JOINT, Group, Spread, group, learns_everything, lines_of, replays, spread, task_rank
 
 MAIN = "evidential"
-"""The method that stands above, where it was run."""
+"""The method that is shown first, if it was run."""
 MOST_LINES = 12
-"""Methods that one figure over several tasks can show."""
+"""Most methods in a figure over several tasks."""
 
 
 @dataclass(frozen=True)
 class MethodRuns:
-    """A method with its options in a section: the runs of its seeds, as far as they are."""
+    """A method with its options in a section: the runs of its seeds, finished or not."""
 
     label: str
     runs: Group
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps at least one seed has done."""
+        """Return the number of steps that at least one seed has done."""
         return max(len(record.rows) for record in self.runs.records)
 
     @property
     def longest(self) -> RunRecord:
-        """Return the run that has got furthest, smallest seed first: the one whose models are shown."""
+        """Return the run with most steps, of several that with the smallest seed. Its models are shown."""
         return max(self.runs.records, key=lambda record: len(record.rows))
 
     def figure(self, name: str, step: int) -> Spread | None:
@@ -47,14 +47,16 @@ class MethodRuns:
 
     @property
     def classes(self) -> list[tuple[str, int]]:
-        """Return every learnt class with the step that learnt it; the background, where it counts, first."""
+        """Return every learnt class with the step that learnt it; first the background, if it counts."""
         rows = self.longest.rows
         learnt = [(name, row["index"]) for row in rows for name in row["classes"]]
         return ([("background", 0)] if "background" in rows[0]["iou"] else []) + learnt
 
     def confusion(self, step: int) -> np.ndarray | None:
-        """(N+1, N+1) shares of each true label's pixels by predicted label, the mean over seeds; NaN rows of labels
-        that no test image shows. None where no file can be read."""
+        """Return (N+1, N+1): the shares of each true label's pixels by predicted label, mean over seeds.
+
+        Rows of labels that no test image shows are NaN. None if no file can be read.
+        """
         shares = []
         for record in self.runs.records:
             if step >= len(record.rows):
@@ -68,11 +70,11 @@ class MethodRuns:
 
 @dataclass(frozen=True)
 class Section:
-    """What was run on a dataset, task, setting and order.
+    """The runs on a dataset, task, setting and class order.
 
-    methods:  the main one first, then the others, floor first.
+    methods:  the main one first, then the others, the lower bound first.
     ceilings: joint training, which has no steps and belongs to every setting.
-    key:      what its files are named by.
+    key:      prefix of the file names.
     """
 
     dataset: str
@@ -103,15 +105,17 @@ class Section:
 
 
 def step_name(index: int, classes: Sequence[str]) -> str:
-    """Return the name of a step: + sheep, or the number of many classes."""
+    """Return the name of a step: "+ sheep", or the number of classes if there are many."""
     sign = "+ " if index else ""
     short = len(classes) == 1 or sum(map(len, classes)) <= 14
     return sign + (", ".join(classes) if short else f"{len(classes)} classes")
 
 
 def sections_of(records: Sequence[RunRecord]) -> list[Section]:
-    """Return sections of runs that have done a step, in the order of tables; retests and summaries, which have no steps
-    to show, left out."""
+    """Return the sections of all runs that have done a step, in the order of tables.
+
+    Retests and summaries are left out: they have no steps to show.
+    """
     groups = group([r for r in records if r.retest is None and not r.is_summary and r.rows])
     sections = []
     for dataset in sorted({one.first.dataset for one in groups}):
@@ -137,8 +141,7 @@ def _with_keys(sections: Sequence[Section]) -> list[Section]:
 
 
 def _file_names(titles: Sequence[str]) -> list[str]:
-    """Return a file name for each title, no two alike: own groups of class names may differ only in special
-    characters."""
+    """Return a unique file name for each title: groups of class names may differ only in special characters."""
     names: list[str] = []
     for title in titles:
         name = "".join(c if c.isalnum() or c in "-_" else "_" for c in title)[:80]
@@ -147,8 +150,11 @@ def _file_names(titles: Sequence[str]) -> list[str]:
 
 
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
-    """Return the main method with the fewest options first. Labels are short, as figures need them: a method by its
-    name, and only where there are several of that name by what they differ in; the tables tell everything."""
+    """Return the methods, first the main one with the fewest options.
+
+    Labels are short because they stand in figures: the name of the method and, if several have that name, the options
+    that differ. Tables have all options.
+    """
     full = [(line.label.replace("`", ""), one) for line in lines_of(dataset, groups, []) for one in line.groups]
     short = [_short_label(one.first, [other.first for _, other in full]) for _, one in full]
     found = [
@@ -176,11 +182,11 @@ def _short_label(record: RunRecord, others: Sequence[RunRecord]) -> str:
 
 @dataclass(frozen=True)
 class LadderLine:
-    """A method with its options, by task.
+    """A method with its options over several tasks.
 
-    scores:  All after the last step.
-    options: how many.
-    replays: whether it saw more images than the others.
+    scores:  All after the last step, by task.
+    options: number of options.
+    replays: whether the method uses replay images.
     """
 
     label: str
@@ -191,12 +197,12 @@ class LadderLine:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Tasks that learn the same classes in different numbers of increments, and how methods end on them.
+    """Tasks that learn the same classes in different numbers of increments, and the final scores of methods on them.
 
-    increments: of each task, steps after the base; fewest first.
+    increments: number of steps after the base by task, fewest first.
     lines:      methods that were run with at least two different numbers of increments, the main one first.
     ceilings:   All of joint training by label.
-    key:        what its files are named by.
+    key:        prefix of the file names.
     """
 
     title: str
@@ -207,8 +213,8 @@ class Ladder:
 
     @property
     def drawn(self) -> list[LadderLine]:
-        """Return all lines; of too many first those with the most numbers, then methods as they are, then the
-        highest."""
+        """Return the lines to draw. If there are too many, prefer those with most numbers of increments, then those
+        with fewest options, then those with the highest score."""
         best = sorted(self.lines, key=self._rank)[:MOST_LINES]
         return [line for line in self.lines if line in best]
 
@@ -220,7 +226,7 @@ class Ladder:
 def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
     """Return a ladder for each dataset, setting, class order, preset, label rules and set of classes that has one.
 
-    Finished runs only, and of these the last model alone, so that runs of which only the figures were saved count too.
+    Only the last models of finished runs are used, so summaries count too.
     """
     groups = group([r for r in records if r.retest is None and r.finished and r.rows and r.all is not None])
     by_place: dict[tuple[str, ...], list[Group]] = {}
@@ -246,7 +252,7 @@ def ladders_of(records: Sequence[RunRecord]) -> list[Ladder]:
 
 
 def _place(record: RunRecord, setting: str | None = None) -> tuple[str, ...]:
-    """Return what runs must have in common; joint training belongs to every setting."""
+    """Return the properties that the runs of a ladder share. Joint training belongs to every setting."""
     # a set, because summaries of joint runs name each class twice
     classes = sorted({name for row in record.rows for name in row["classes"]})
     rules = str(record.rules["name"])

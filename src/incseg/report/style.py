@@ -1,6 +1,6 @@
-"""How every figure looks and how it is saved: PNG and SVG in a folder, and an SVG in the page that follows its colours.
+"""The style of all figures, and their files: PNG and SVG in a folder, and an SVG in the page with the page's colours.
 
-Curves take the colours of Okabe and Ito, which colour-blind people can tell apart, and differ in marker and line too.
+Curves have the colours of Okabe and Ito, which colour-blind people can distinguish, and different markers and lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from PIL import Image
 from incseg.io import replacing, write_text
 from incseg.report.draw import palette_image
 
-# Each of these stands for a role. In the page they become its own colours, so they must not be used for anything else.
+# Each of these colours has a role. In the page they are replaced by CSS colours, so use them for nothing else.
 INK, FAINT, GRID, PAPER = "#1b1f24", "#6a737d", "#d8dee4", "#fffffe"
 _IN_PAGE = {INK: "currentColor", FAINT: "var(--faint)", GRID: "var(--grid)", PAPER: "var(--paper)"}
 
@@ -53,17 +53,20 @@ Made = TypeVar("Made", Figure, Figure | None)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A saved figure: NAME.png, NAME.svg; what it shows in words; for the page the SVG, and apart from it the
-    letters that it refers to, which all figures share."""
+    """A saved figure, NAME.png and NAME.svg, with its caption.
+
+    svg:    the SVG for the page, without glyphs.
+    glyphs: the glyphs that it refers to, by id. All figures of a page share them.
+    """
 
     name: str
     caption: str
     svg: str
-    letters: dict[str, str]
+    glyphs: dict[str, str]
 
 
 def styled(draw: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Return a function that draws a figure in our style."""
+    """Decorate a function that returns a figure, so that it draws in our style."""
 
     @functools.wraps(draw)
     def in_style(*args: Given.args, **kwargs: Given.kwargs) -> Made:
@@ -74,7 +77,7 @@ def styled(draw: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return colour, marker and dashes of a curve by its index; no two of the first 63 are alike."""
+    """Return colour, marker and dashes of a curve by its index. The first 63 curves differ."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -85,26 +88,26 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches; no global state, and Agg whatever the environment asks for."""
+    """Return an empty figure of this size in inches, without global state, always with the Agg backend."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
 
 
 def axes_at(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Return axes whose frame lies at these inches, counted from the upper left corner."""
+    """Return axes with this frame, in inches from the upper left corner."""
     across, down = figure.get_size_inches()
     return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
 
 
 def text_on(colour: Any) -> str:
-    """Return black or white, whichever is read better on a colour (0 to 1 each)."""
+    """Return black or white, whichever is easier to read on a colour (0 to 1 each)."""
     red, green, blue = colour[:3]
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "#ffffff"
 
 
-def keep(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
-    """Write NAME.png and NAME.svg into the folder."""
+def save_figure(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
+    """Write NAME.png and NAME.svg to the folder and return the figure for the page."""
     with matplotlib.rc_context(_RC):
         with replacing(folder / f"{name}.png") as temporary:
             figure.savefig(temporary, format="png", dpi=_DPI, metadata={"Software": None})
@@ -116,7 +119,7 @@ def keep(figure: Figure, folder: Path, name: str, caption: str) -> Drawn:
 
 
 def _lighter(svg: str) -> str:
-    """Store photographs and smooth maps as JPEG, pictures of few colours as indexed PNG: a fifth of the bytes."""
+    """Encode photographs and smooth maps as JPEG and pictures of few colours as indexed PNG: a fifth of the size."""
     return re.sub(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)", lambda found: _encoded(found[1]), svg)
 
 
@@ -134,15 +137,14 @@ def _encoded(data: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(written[kind].getvalue()).decode()}"
 
 
-_LETTER = re.compile(r'<path id="(DejaVu[^"]+)"[^>]*/>\s*')
+_GLYPH = re.compile(r'<path id="(DejaVu[^"]+)"[^>]*/>\s*')
 
 
 def _for_page(svg: str, name: str) -> tuple[str, dict[str, str]]:
-    """Return the <svg> in the page's colours, as wide as it is in print, its ids its own; and its letters by their
-    ids."""
+    """Return the <svg> with the page's colours, its width in print and unique ids, and its glyphs by id."""
     body = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    letters = {found[1]: " ".join(found[0].split()) for found in _LETTER.finditer(body)}
-    body = re.sub(r"<defs>\s*</defs>|<!--.*?-->", "", _LETTER.sub("", body))
+    glyphs = {found[1]: " ".join(found[0].split()) for found in _GLYPH.finditer(body)}
+    body = re.sub(r"<defs>\s*</defs>|<!--.*?-->", "", _GLYPH.sub("", body))
     for colour, role in _IN_PAGE.items():
         body = body.replace(colour, role)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
@@ -154,4 +156,4 @@ def _for_page(svg: str, name: str) -> tuple[str, dict[str, str]]:
     assert points is not None
     pixels = float(points[1]) * 96 / 72
     begin = f'<svg {view[0]} style="width:{pixels:.0f}px" role="img" aria-labelledby="{name}">'
-    return begin + re.sub(r"\n\s*", "\n", body[len(opening) :]), letters
+    return begin + re.sub(r"\n\s*", "\n", body[len(opening) :]), glyphs

@@ -1,4 +1,4 @@
-"""Records over seeds, and the paper's tables of them, ours beside the published: method × task × setting × figure."""
+"""Records grouped over seeds, and tables of them in the paper's layout: method × task × setting × figure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LAYOUTS: dict[str, tuple[Column, ...]] = {
     "voc": tuple((task, setting) for task in ("15-5", "15-1") for setting in ("disjoint", "overlapped")),
     "ade20k": (("100-50", ""), ("50-50", ""), ("100-10", "")),
 }
-"""The columns of the paper's tables; tasks that were run beside these come after them."""
+"""The columns of the paper's tables. Other tasks follow them."""
 _USUAL_SETTING = {"ade20k": "pseudo-disjoint"}
-"""Where a row has a setting, not a column: the one that is not worth saying."""
+"""Of datasets where a row has the setting, not a column: the setting that labels do not mention."""
 _BOTH_ORDERS = "a+b"
 ABLATIONS = "ablations"
-"""The folder of a study for runs that are held against its others and are no methods of their own."""
+"""The folder of a study for variants that are compared with its other runs and are not methods of their own."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over seeds. Deviation and variance divide by n − 1 and are None where there is one seed only."""
+    """A figure over seeds. Deviation and variance divide by n − 1 and are None for a single seed."""
 
     mean: float
     deviation: float | None
@@ -45,7 +45,7 @@ class Spread:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Return the spread over the values there are; None where there is none."""
+    """Return the spread over the values that are not None; None if there are none."""
     numbers = [value for value in values if value is not None]
     if not numbers:
         return None
@@ -56,7 +56,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Group:
-    """Records that differ in nothing but the seed, smallest seed first."""
+    """Records that differ only in the seed, smallest seed first."""
 
     records: tuple[RunRecord, ...]
 
@@ -82,8 +82,10 @@ class Group:
 
 
 def group(records: Iterable[RunRecord], quiet: bool = False) -> list[Group]:
-    """Return records over seeds, in the order of tables. Of two with the same seed the second is left out with a
-    warning, and a retest before a run that was trained with its options."""
+    """Return records grouped over seeds, in the order of tables.
+
+    Of two records with the same seed the second is left out with a warning; a run takes precedence over a retest.
+    """
     found: dict[str, dict[int, RunRecord]] = {}
     for record in sorted(records, key=lambda record: record.retest is not None):
         kind = [
@@ -104,7 +106,7 @@ def group(records: Iterable[RunRecord], quiet: bool = False) -> list[Group]:
 
 
 def group_rank(record: RunRecord) -> tuple[Any, ...]:
-    """Return where a record stands in a table: floor first, ceiling last, fewer options before more."""
+    """Return the sort key of a record: lower bound first, upper bound last, fewer options before more."""
     options = json.dumps(record.options, sort_keys=True, default=str)
     return (
         record.dataset, task_rank(record.task), record.setting, record.order, family_rank(record.method), record.method,
@@ -113,7 +115,7 @@ def group_rank(record: RunRecord) -> tuple[Any, ...]:
 
 
 def task_rank(task: str) -> tuple[int, int, int, str]:
-    """Return the place of a task: 15-5 before 15-1 before 10-1, own groups after."""
+    """Return the sort key of a task: 15-5 before 15-1 before 10-1, then groups of class names."""
     if match := re.fullmatch(r"(\d+)-(\d+)", task):
         return 0, -int(match[1]), -int(match[2]), task
     return 1, 0, 0, task
@@ -124,7 +126,7 @@ def task_rank(task: str) -> tuple[int, int, int, str]:
 
 @dataclass
 class Line:
-    """A row of a table: Base, New, All, Inc at each column, as far as they are known."""
+    """A row of a table: Base, New, All, Inc at each column, if known."""
 
     label: str
     family: str
@@ -135,13 +137,13 @@ class Line:
 
     @property
     def seeds(self) -> list[int]:
-        """Return the different numbers of seeds behind its cells, ascending."""
+        """Return the different numbers of seeds of its cells, ascending."""
         return sorted({found.seeds for cell in self.cells.values() for found in cell.values()})
 
 
 @dataclass
 class Table:
-    """What a writer turns into text."""
+    """A table before it is written as text."""
 
     title: str
     dataset: str
@@ -152,8 +154,8 @@ class Table:
     commands: list[str] = field(default_factory=list)
 
     def is_best(self, line: Line, column: Column, figure: str) -> bool:
-        """Return whether no other ranked line of its kind, ours or published, is better as printed; alone is not
-        best."""
+        """Return whether no other ranked line of its kind, ours or published, has a higher printed figure. A line
+        without rivals is not best."""
         rivals = [
             round(other.cells[column][figure].mean, 1)
             for other in self.lines
@@ -164,11 +166,11 @@ class Table:
 
 
 def set_apart(records: Iterable[RunRecord], given: Iterable[str | Path]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """Return the records that a table of methods is made of, and those that would only blur which method is best.
+    """Return the records for a table of methods, and those to leave out.
 
-    The latter are runs below a folder `ablations`, and tests with other inference options: variants, of which the best
-    is chosen by the very figures of the table. Runs that were given themselves, not by a folder above, are the
-    former with all their tests.
+    Left out are runs below a folder `ablations` and tests with other inference options: choosing the best of these
+    variants by the figures of the table would be selection on the test set. A run that was given itself, not by a
+    folder above it, is shown with all its tests.
     """
     places = {Path(place).resolve() for place in given}
     shown: list[RunRecord] = []
@@ -182,7 +184,7 @@ def set_apart(records: Iterable[RunRecord], given: Iterable[str | Path]) -> tupl
 
 
 def apart_line(apart: Sequence[RunRecord]) -> str | None:
-    """Return how many were set apart, in words; None where none was."""
+    """Return a line with the number of records left out; None if there are none."""
     tests = sum(record.retest is not None for record in apart)
     runs = len(apart) - tests
     counts = [f"{runs} run{'s' * (runs != 1)} below {ABLATIONS}/"] if runs else []
@@ -193,9 +195,9 @@ def apart_line(apart: Sequence[RunRecord]) -> str | None:
 def compare(
     records: Sequence[RunRecord], published: bool, quiet: bool = False, all_commands: bool = True
 ) -> list[Table]:
-    """Return a table for each dataset in these records, unfinished runs left out.
+    """Return a table for each dataset in these records, without unfinished runs.
 
-    all_commands: with the commands of runs from summaries too, not only of those from run folders.
+    all_commands: include the commands of summaries, not only of run folders.
     """
     finished = [record for record in records if record.finished]
     return [
@@ -235,7 +237,7 @@ def _table(dataset: str, records: list[RunRecord], published: bool, quiet: bool,
 
 
 def columns_of(dataset: str, groups: Sequence[Group]) -> list[Column]:
-    """Return the paper's columns, then those of other tasks that were run."""
+    """Return the paper's columns, then those of other tasks."""
     layout = _LAYOUTS.get(dataset, ())
     joint_only = all(g.first.setting == JOINT for g in groups)
     others = [] if layout and joint_only else present_columns(dataset, groups)
@@ -243,7 +245,8 @@ def columns_of(dataset: str, groups: Sequence[Group]) -> list[Column]:
 
 
 def present_columns(dataset: str, groups: Sequence[Group]) -> list[Column]:
-    """Return what was run. Joint training belongs to every column and makes none, unless nothing else was run."""
+    """Return the columns of the runs. Joint training belongs to every column and has none, unless nothing else was
+    run."""
     of_steps = [g.first for g in groups if g.first.setting != JOINT]
     without_setting = dataset in _USUAL_SETTING
     present = {(first.task, "" if without_setting else first.setting) for first in of_steps}
@@ -252,8 +255,8 @@ def present_columns(dataset: str, groups: Sequence[Group]) -> list[Column]:
 
 
 def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -> list[Line]:
-    """Return our lines: groups of one method with the same options, over tasks and settings; floor first, ceiling
-    last."""
+    """Return our lines: each has the groups of a method with the same options, over tasks and settings. The lower bound
+    is first, the upper bound last."""
     several = {name: len({_of(g.first, name) for g in groups}) > 1 for name in ("preset", "rules")}
     by_label: dict[str, list[Group]] = {}
     for one, label in zip(groups, _labels(groups, dataset, several), strict=True):
@@ -271,7 +274,7 @@ def lines_of(dataset: str, groups: Sequence[Group], columns: Sequence[Column]) -
 
 
 def replays(record: RunRecord) -> bool:
-    """Return whether a run saw images of old classes again, found or generated ones too: more data than others have."""
+    """Return whether a run replayed images of old classes, found or generated: more data than others use."""
     return family_of(record.method) == "recall" or bool(record.options.keys() & {"replay", "generator"})
 
 
@@ -280,8 +283,8 @@ def _of(record: RunRecord, name: str) -> str | None:
 
 
 def _labels(groups: Sequence[Group], dataset: str, several: dict[str, bool]) -> list[str]:
-    """Return the names of rows. An extension has the settings of the model that it extends, and its name leaves them
-    out unless two rows would have the same."""
+    """Return the names of rows. That of an extension leaves out its settings, which come from the extended model,
+    unless two rows would have the same name."""
     full = [_label(one.first, options_text(one.first.options), dataset, several) for one in groups]
     short = [
         _label(one.first, "extension", dataset, several) if one.first.settings.get("start") else label
@@ -316,7 +319,7 @@ def _cell(groups: Sequence[Group], column: Column, joint: bool) -> dict[str, Spr
 
 
 def learns_everything(task: str) -> bool:
-    """Return whether a task is of all classes, as the named ones are; own groups may leave some out."""
+    """Return whether a task has all classes, as named tasks have; groups of class names may leave some out."""
     return task == JOINT or re.fullmatch(r"\d+-\d+", task) is not None
 
 
@@ -337,7 +340,7 @@ def _published_line(row: Published, columns: Sequence[Column]) -> Line:
 
 
 def average_orders(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """Merge runs on ADE20k that differ only in the class order, a and b, into one with the mean of their figures."""
+    """Merge runs on ADE20k that differ only in the class order (a, b) into one with the mean of their figures."""
     records = list(records)
     in_order_b = {_but_order(r): r for r in records if r.dataset == "ade20k" and r.order == "b"}
     taken, averaged = set(), []
@@ -373,7 +376,7 @@ def rules_lines(records: Iterable[RunRecord]) -> list[str]:
 
 
 def mixtures(records: Iterable[RunRecord]) -> list[str]:
-    """Return what these runs do not have in common though they stand in one table."""
+    """Return a warning for each property in which the runs of one table differ."""
     records = list(records)
     found = []
     for what, values in (
@@ -394,7 +397,7 @@ def _test_images(record: RunRecord) -> str:
 
 
 def origin_line(records: Iterable[RunRecord]) -> str:
-    """Return how long it took, from which commits, on which machines."""
+    """Return a line with the time, commits and machines of the runs."""
     records = list(records)
     runs = sum(record.retest is None for record in records)
     tests = len(records) - runs
@@ -411,7 +414,7 @@ def origin_line(records: Iterable[RunRecord]) -> str:
 
 
 def commands_of(groups: Iterable[Group]) -> list[str]:
-    """Return the command of each group's first seed, and which seeds there are beside it."""
+    """Return the command of each group's first seed, with a comment on its other seeds."""
     lines: dict[str, None] = {}
     for one in groups:
         *before, last = one.first.command.split("\n")
@@ -421,7 +424,7 @@ def commands_of(groups: Iterable[Group]) -> list[str]:
 
 
 def as_json(tables: Sequence[Table], records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return every run as a row, the groups over seeds, the published figures beside them."""
+    """Return a row for every run, the groups over seeds, and the published figures, as plain values."""
     return {
         "rows": [record.as_row() for record in records if record.finished],
         "summary": [one.as_dict() for table in tables for line in table.lines for one in line.groups],

@@ -14,7 +14,7 @@ from incseg.report.runs import RunRecord, options_text
 from incseg.report.tables import Line, Spread, Table, as_json
 
 FORMATS = {"markdown": ".md", "latex": ".tex", "csv": ".csv", "json": ".json"}
-"""What tables can be written as, and how such a file's name ends."""
+"""The formats of tables, with their file endings."""
 
 
 def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) -> str:
@@ -27,7 +27,7 @@ def written(kind: str, tables: Sequence[Table], records: Sequence[RunRecord]) ->
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a table; the first `left` columns are text, the others figures."""
+    """Return the lines of a table. The first `left` columns are text, the others figures."""
     rule = ["---" if i < left else "---:" for i in range(len(heading))]
     return [_markdown_row(heading), f"|{'|'.join(rule)}|", *(_markdown_row(row) for row in rows)]
 
@@ -37,7 +37,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def figure_text(value: Spread | None, digits: int = 1) -> str:
-    """Return 49.1, over seeds 49.1 ± 1.2, with a variance alone 49.1 (var 1.4)."""
+    """Return 49.1, or 49.1 ± 1.2 over seeds, or 49.1 (var 1.4) if only the variance is known."""
     if value is None:
         return ""
     if value.deviation is not None:
@@ -48,7 +48,7 @@ def figure_text(value: Spread | None, digits: int = 1) -> str:
 
 
 def cells_of(table: Table, line: Line) -> list[str]:
-    """Return the figures of a line at all columns of its table, the best as **bold**."""
+    """Return the figures of a line at all columns of its table, the best in **bold**."""
     texts = []
     for column in table.columns:
         cell = line.cells.get(column, {})
@@ -61,7 +61,7 @@ def cells_of(table: Table, line: Line) -> list[str]:
 
 
 def seeds_text(line: Line) -> str:
-    """Return 3, or 1–3 where cells differ; empty where a publication does not say."""
+    """Return the number of seeds as 3, or 1–3 if cells differ; empty if it is not published."""
     if not line.seeds or line.seeds == [0]:
         return ""
     return "–".join(str(seeds) for seeds in dict.fromkeys((line.seeds[0], line.seeds[-1])))
@@ -88,7 +88,7 @@ def code_block(lines: Iterable[str]) -> list[str]:
 
 
 def to_latex(table: Table) -> str:
-    """Return a tabular in the paper's layout, with two lines of headings; needs no package."""
+    """Return a tabular in the paper's layout, with two lines of headings. It needs no LaTeX package."""
     width = len(FIGURES)
     spans, settings = [], []
     for task, columns in groupby(table.columns, key=lambda column: column[0]):
@@ -120,7 +120,7 @@ _LATEX = {
 
 
 def _latex(text: str) -> str:
-    """Turn Markdown's **bold** and `code` into commands; every other character stays itself."""
+    """Turn Markdown's **bold** and `code` into LaTeX commands, and escape all other characters."""
     parts = re.split("`([^`]*)`", text.removeprefix("**").removesuffix("**"))
     shown = "".join(rf"\texttt{{{_escaped(part)}}}" if i % 2 else _escaped(part) for i, part in enumerate(parts))
     return rf"\textbf{{{shown}}}" if text.startswith("**") else shown
@@ -131,7 +131,7 @@ def _escaped(text: str) -> str:
 
 
 def to_csv(tables: Iterable[Table]) -> str:
-    """Return a line for each method, task and setting; standard deviation and variance under their names."""
+    """Return a line for each method, task and setting, with standard deviations and variances."""
     text = io.StringIO()
     parts = ("", "_standard_deviation", "_variance")
     names = ("dataset", "source", "method", "options", "task", "setting", "order", "preset", "rules", "seeds")
