@@ -319,3 +319,21 @@ def test_timm_models_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch
         build_backbone("timm:convnext", 16, "group")
     with pytest.raises(UserError, match="convolutional"):
         build_backbone("timm:swin", 16, "batch")(torch.zeros(1, 3, 64, 64))
+
+
+def test_folded_norms_change_nothing_but_the_last_digits() -> None:
+    torch.manual_seed(0)
+    for norm in ("batch", "frozen", "group"):
+        backbone = build_backbone("efficientnet-lite1", 16, norm).eval()
+        for module in backbone.modules():
+            if isinstance(module, nn.BatchNorm2d | FrozenBatchNorm2d):
+                module.running_mean.normal_(std=0.1)
+                module.running_var.uniform_(0.5, 2)
+        image = torch.randn(1, 3, 65, 97)
+        with torch.no_grad():
+            plain = backbone(image)
+            backbone.fold_norms()
+            folded = backbone(image)
+        assert norm != "batch" or not any(isinstance(module, nn.BatchNorm2d) for module in backbone.modules())
+        for one, other in zip(plain, folded, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

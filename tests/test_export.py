@@ -120,8 +120,9 @@ def test_scores_beyond_the_range_of_exp(method: str, score: float, tmp_path: Pat
     [
         ModelConfig("efficientnet-lite0", output_stride=16, width=16, stages=(1, 2, 3), dilations=(1, 2, 3)),
         dataclasses.replace(TINY, norm="group"),
+        dataclasses.replace(TINY, sharpen=4),
     ],
-    ids=["SAME padding and stages of several strides", "group norm"],
+    ids=["SAME padding and stages of several strides", "group norm", "sharpened"],
 )
 def test_every_size(config: ModelConfig, tmp_path: Path) -> None:
     """Odd and even sides, narrower than the stride, a single pixel."""

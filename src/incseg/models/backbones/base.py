@@ -52,6 +52,9 @@ class Backbone(nn.Module, ABC):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return the stages of (B, 3, H, W) images, shallow to deep; a stage of stride s is ⌈H/s⌉ × ⌈W/s⌉."""
 
+    def fold_norms(self) -> None:
+        """Merge frozen batch norms into their convolutions where a backbone can: for prediction only, and faster."""
+
     def imagenet_weights(self) -> Mapping[str, Tensor]:
         """Return the state dict that `weights: imagenet` stands for, where we can provide one."""
         raise UserError(

