@@ -34,11 +34,6 @@ def iou(confusion: Tensor) -> Tensor:
     return hits / (confusion.sum(0) + confusion.sum(1) - hits)
 
 
-def pixel_accuracy(confusion: Tensor) -> float:
-    """Return the share of counted pixels that are correct."""
-    return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
-
-
 FIGURES = ("base", "new", "all", "inc")
 
 
