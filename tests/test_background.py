@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incseg.losses.background import (
-    background_cross_entropy,
     background_cross_entropy_sum,
-    background_distillation,
     background_distillation_sum,
     fold_new_into_background,
 )
-from incseg.losses.distillation import output_distillation
+from incseg.losses.distillation import output_distillation_sum
 from incseg.losses.means import PixelMean, PixelTerm
 from incseg.losses.pixelwise import pixelwise
 from incseg.losses.softmax import cross_entropy_sum
@@ -25,6 +23,21 @@ from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import IGNORE, Batch, Increment
 
 NUM_OLD, NUM_NEW = 3, 2  # background, two old classes; two new ones
+
+
+def background_cross_entropy(logits: Tensor, labels: Tensor, num_old: int) -> Tensor:
+    """The mean over the pixels that are not ignored."""
+    return background_cross_entropy_sum(logits, labels, num_old) / (labels != IGNORE).sum().clamp(min=1)
+
+
+def background_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mean over all pixels."""
+    return background_distillation_sum(logits, teacher) / teacher[:, 0].numel()
+
+
+def output_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mean over all pixels."""
+    return output_distillation_sum(logits, teacher) / teacher[:, 0].numel()
 
 
 def example(*shape: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,16 +13,26 @@ from torch import Tensor
 from incseg.losses.distillation import (
     feature_distillation,
     local_pod,
-    output_distillation,
     output_distillation_sum,
-    sigmoid_distillation,
     sigmoid_distillation_sum,
 )
-from incseg.losses.sigmoid import binary_cross_entropy_sum
+from incseg.losses.sigmoid import binary_cross_entropy
 from incseg.outputs.sigmoid import sigmoid_prediction
 from incseg.types import IGNORE
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def output_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mean over all pixels."""
+    return output_distillation_sum(logits, teacher) / teacher[:, 0].numel()
+
+
+def sigmoid_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mean over all pixels."""
+    return sigmoid_distillation_sum(logits, teacher) / teacher[:, 0].numel()
+
+
 OUTPUT_LOSSES = pytest.mark.parametrize("loss", [output_distillation, sigmoid_distillation])
 
 
@@ -129,21 +139,21 @@ def test_binary_cross_entropy_is_the_loop() -> None:
         if label != IGNORE
         for number, z in enumerate(scores)
     )
-    assert float(binary_cross_entropy_sum(logits, labels)) == pytest.approx(total, rel=1e-12)
+    assert float(binary_cross_entropy(logits, labels).sum()) == pytest.approx(total, rel=1e-12)
 
 
 def test_binary_cross_entropy_limits() -> None:
     logits, labels = sigmoid_example()
     valid = int((labels != IGNORE).sum())
-    assert float(binary_cross_entropy_sum(logits * 0, labels)) == pytest.approx(valid * 3 * math.log(2))
-    void = binary_cross_entropy_sum(logits.requires_grad_(), torch.full_like(labels, IGNORE))
+    assert float(binary_cross_entropy(logits * 0, labels).sum()) == pytest.approx(valid * 3 * math.log(2))
+    void = binary_cross_entropy(logits.requires_grad_(), torch.full_like(labels, IGNORE)).sum()
     assert float(void.detach()) == 0
     assert not torch.autograd.grad(void, logits)[0].any()
 
 
 def test_binary_cross_entropy_gradcheck() -> None:
     logits, labels = sigmoid_example()
-    assert torch.autograd.gradcheck(lambda z: binary_cross_entropy_sum(z, labels), logits.requires_grad_())
+    assert torch.autograd.gradcheck(lambda z: binary_cross_entropy(z, labels).sum(), logits.requires_grad_())
 
 
 def test_sigmoid_prediction_by_hand() -> None:

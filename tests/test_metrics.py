@@ -22,7 +22,6 @@ from incseg.metrics import (
     mean,
     median_scores,
     near_boundary,
-    pixel_accuracy,
     plop_average,
     ranking,
     reliability_counts,
@@ -89,7 +88,6 @@ def test_everything_ignored_counts_nothing() -> None:
     counts = confusion_counts(torch.zeros_like(target), target, 4)
     assert not counts.any()
     assert bool(iou(counts).isnan().all())
-    assert pixel_accuracy(counts) == 0
 
 
 @given(label_maps())
@@ -104,14 +102,6 @@ def test_iou_equals_sets_of_pixels(maps: tuple[Tensor, Tensor, int]) -> None:
             assert values[label] == pytest.approx(len(said & true) / len(said | true))
         else:
             assert math.isnan(values[label])
-
-
-@given(label_maps())
-def test_pixel_accuracy_is_the_share_of_right_pixels(maps: tuple[Tensor, Tensor, int]) -> None:
-    predicted, target, num_labels = maps
-    valid = target != IGNORE
-    right = float((predicted == target)[valid].double().mean()) if bool(valid.any()) else 0.0
-    assert pixel_accuracy(confusion_counts(predicted, target, num_labels)) == pytest.approx(right)
 
 
 # ---------------------------------------------------------------------------------------------- summary

@@ -262,7 +262,7 @@ def test_a_retest_of_a_model_that_is_no_more_is_left_out(tmp_path: Path) -> None
     warned: list[str] = []
     assert len(read(folder, warned=warned)) == 1
     assert "half.json is damaged" in warned[0]
-    assert warned[1].startswith(f"{file} is left out: its run was trained anew since")
+    assert warned[1].startswith(f"{file} is left out: its run was trained again since")
 
 
 def test_eval_saves_a_retest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

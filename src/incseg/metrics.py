@@ -35,11 +35,6 @@ def iou(confusion: Tensor) -> Tensor:
     return hits / (confusion.sum(0) + confusion.sum(1) - hits)
 
 
-def pixel_accuracy(confusion: Tensor) -> float:
-    """Return the share of counted pixels that are correct."""
-    return float(confusion.diagonal().sum() / confusion.sum().clamp(min=1))
-
-
 BOUNDARY_SHARE = 0.02
 """Width of the band of boundary IoU, as a share of the image's diagonal (Cheng et al., 2021)."""
 TRIMAP_WIDTHS = (3, 8)

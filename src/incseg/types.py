@@ -141,14 +141,3 @@ class Prediction:
     @cached_property
     def uncertainty(self) -> Tensor:
         return self._uncertainty() if callable(self._uncertainty) else self._uncertainty
-
-    @staticmethod
-    def join_rows(strips: Sequence[Prediction]) -> Prediction:
-        """Join strips of rows vertically."""
-        import torch
-
-        return Prediction(
-            labels=torch.cat([s.labels for s in strips], dim=-2),
-            probabilities=torch.cat([s.probabilities for s in strips], dim=-2),
-            uncertainty=torch.cat([s.uncertainty for s in strips], dim=-2),
-        )

@@ -11,23 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incseg.losses.distillation import output_distillation, output_distillation_sum
+from incseg.losses.distillation import output_distillation_sum
 from incseg.types import BACKGROUND, IGNORE
 
 
-def background_cross_entropy(logits: Tensor, target: Tensor, num_old: int) -> Tensor:
-    """−log p_y with p_0 = Σ_{c∈O} softmax(z)_c, O the first `num_old` outputs, background counted: mean over the pixels
-    that are not ignored, zero where all are.
+def background_cross_entropy_sum(logits: Tensor, target: Tensor, num_old: int) -> Tensor:
+    """Return −log p_y with p_0 = Σ_{c∈O} softmax(z)_c, O the first `num_old` outputs including background: the sum over
+    the pixels that are not ignored.
 
     logits (B, C, …), target (B, …) learnt labels. A pixel that is labelled with an old foreground class (by a
     pseudo-label) is known to show it, so it is scored by that class alone, −log softmax(z)_y, and not by the union.
     A label beyond the outputs is an error. Equals cross-entropy when only background is old (num_old = 1).
     """
-    return background_cross_entropy_sum(logits, target, num_old) / (target != IGNORE).sum().clamp(min=1)
-
-
-def background_cross_entropy_sum(logits: Tensor, target: Tensor, num_old: int) -> Tensor:
-    """`background_cross_entropy`, the sum over pixels."""
     _require_outputs(logits, num_old)
     log_p = logits.log_softmax(1)
     not_new = log_p[:, :num_old].logsumexp(1, keepdim=True)
@@ -35,17 +30,13 @@ def background_cross_entropy_sum(logits: Tensor, target: Tensor, num_old: int) -
     return F.nll_loss(scored, target.long(), ignore_index=IGNORE, reduction="sum")
 
 
-def background_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """−(1/|O|) [q_0·log(p_0 + Σ_{c∈N} p_c) + Σ_{c∈O\\0} q_c·log p_c], q the teacher's softmax over its outputs O, p the
-    student's over all, N the outputs the teacher has not: mean over all pixels.
-
-    logits (B, C, …), teacher_logits (B, |O|, …). Equals `output_distillation` when nothing is new.
-    """
-    return output_distillation(fold_new_into_background(logits, teacher_logits.shape[1]), teacher_logits)
-
-
 def background_distillation_sum(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """`background_distillation`, the sum over pixels."""
+    """Return −(1/|O|) [q_0·log(p_0 + Σ_{c∈N} p_c) + Σ_{c∈O\\0} q_c·log p_c]: the sum over all pixels.
+
+    q is the teacher's softmax over its outputs O, p the student's over all, N the outputs that the teacher lacks.
+
+    logits (B, C, …), teacher_logits (B, |O|, …). Equals `output_distillation_sum` when nothing is new.
+    """
     return output_distillation_sum(fold_new_into_background(logits, teacher_logits.shape[1]), teacher_logits)
 
 

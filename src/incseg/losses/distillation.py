@@ -16,32 +16,23 @@ from incseg.losses.sigmoid import binary_distillation
 from incseg.types import Output
 
 
-def output_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """−(1/|O|) Σ_{c∈O} softmax(z')_c · log softmax(z[O])_c, O the teacher's outputs: mean over all pixels (LwF).
-
-    logits (B, C, …), teacher_logits (B, |O|, …) with C ≥ |O|. Minimal where the old outputs agree with the teacher's up
-    to a constant, and there the teacher's entropy over |O|; new outputs take no part.
-    """
-    return output_distillation_sum(logits, teacher_logits) / _pixels(teacher_logits)
-
-
 def output_distillation_sum(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """`output_distillation`, the sum over pixels."""
-    kept = _old_outputs(logits, teacher_logits).log_softmax(1)
-    return -(teacher_logits.softmax(1) * kept).sum() / teacher_logits.shape[1]
+    """Return −(1/|O|) Σ_{c∈O} softmax(z')_c · log softmax(z[O])_c, O the teacher's outputs: the sum over all pixels
+    (LwF).
 
-
-def sigmoid_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Σ_{c∈O} BCE(z_c, σ(z'_c)), each old output on its own: mean over all pixels (LwF-MC).
-
-    Shapes as in `output_distillation`. Minimal at z[O] = z', where it is the teacher's binary entropy; |O|·log 2 where
-    both say nothing (z = z' = 0).
+    logits (B, C, …), teacher_logits (B, |O|, …) with C ≥ |O|. Minimal where the old outputs equal the teacher's up to a
+    constant; there it is the teacher's entropy over |O|. New outputs have no influence.
     """
-    return sigmoid_distillation_sum(logits, teacher_logits) / _pixels(teacher_logits)
+    log_probabilities = _old_outputs(logits, teacher_logits).log_softmax(1)
+    return -(teacher_logits.softmax(1) * log_probabilities).sum() / teacher_logits.shape[1]
 
 
 def sigmoid_distillation_sum(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """`sigmoid_distillation`, the sum over pixels."""
+    """Return Σ_{c∈O} BCE(z_c, σ(z'_c)) over the old outputs: the sum over all pixels (LwF-MC).
+
+    Shapes as in `output_distillation_sum`. Minimal at z[O] = z', where it is the teacher's binary entropy; |O|·log 2
+    per pixel at z = z' = 0.
+    """
     return binary_distillation(_old_outputs(logits, teacher_logits), teacher_logits).sum()
 
 
@@ -107,10 +98,6 @@ def _old_outputs(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     if logits.shape[1] < num_old:
         raise ValueError(f"a student of {logits.shape[1]} outputs has lost some of its teacher's {num_old}")
     return logits[:, :num_old]
-
-
-def _pixels(logits: Tensor) -> int:
-    return logits.numel() // logits.shape[1]
 
 
 def _single(x: Tensor) -> Tensor:

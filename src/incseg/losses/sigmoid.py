@@ -36,11 +36,6 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, first: int = 0, positiv
     return torch.where(labels == IGNORE, zero, loss)
 
 
-def binary_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """`binary_cross_entropy` with background as output 0, summed over the pixels; C·log 2 each where z = 0."""
-    return binary_cross_entropy(logits, labels).sum()
-
-
 def binary_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Σ_c BCE(σ(z_c), σ(teacher_c)) per pixel, (B, C, …) → (B, …); minimal where both agree."""
     return (log_one_plus_exp(logits) - teacher_logits.sigmoid() * logits).sum(1)
