@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from incseg.data import SOURCES
+from incseg.data import OWN, SOURCES, detected
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import RunDir, flatten, read_config
 from incseg.engine.runtime import Precision
@@ -31,7 +31,7 @@ from incseg.types import UserError
 
 _machine = partial(setting, affects="machine")
 OWN_PHOTOGRAPHS = "folder"
-"""The kind of dataset that people make themselves: its masks are checked, and its tables are for people."""
+"""The preset of datasets that people make themselves: their masks are checked, and their tables are for people."""
 
 
 @dataclass
@@ -39,10 +39,12 @@ class DataConfig:
     """Where images come from.
 
     Args:
-        name: shapes, voc, ade20k, folder, or package.module:Class.
+        name: shapes, voc, ade20k, folder, coco, labelme, yolo, cvat, labelstudio, or package.module:Class; auto finds
+            out which of those a folder is that people label themselves.
         root: folder of the dataset; shapes needs none.
         presence: file of the classes in each training image, instead of reading all masks once.
-        classes_file: of folder, where it is not classes.txt in the root.
+        classes_file: of folder, where it is not classes.txt in the root; of other formats that people label, new names
+            for their classes, one per line.
         seed: of shapes.
         train_size: number of training scenes of shapes.
         val_size: number of test scenes of shapes.
@@ -73,6 +75,14 @@ class DataConfig:
     cache: Literal["auto", "off"] = _machine("auto")
     fit: Literal["crop", "whole"] = "crop"
     empty: Literal["leave_out", "learn"] = "leave_out"
+
+    def __post_init__(self) -> None:
+        self.name = detected(self.name, self.root)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether people label such images themselves."""
+        return self.name in OWN
 
 
 @dataclass
@@ -132,7 +142,7 @@ class RunConfig:
 
     @property
     def shows_classes(self) -> bool:
-        return self.table == "classes" or (self.table == "auto" and self.data.name == OWN_PHOTOGRAPHS)
+        return self.table == "classes" or (self.table == "auto" and self.data.is_own)
 
     @property
     def folder(self) -> Path:
