@@ -12,13 +12,13 @@ from typing import Any
 
 from incseg import extension
 from incseg.cli.settings import by_dotted_name, resolve
-from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
 from incseg.inference import Predictor, load
 from incseg.io import read_record
 from incseg.methods.base import Method
 from incseg.metrics import FIGURES
+from incseg.presets import FITS_OBJECTS
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words
 from incseg.run import fit_size
 from incseg.run import train as train_run
@@ -113,7 +113,7 @@ def train(
     given = by_dotted_name({**settings, **{name: value for name, value in named.items() if value is not None}})
     with _output(quiet):
         config = resolve(given)
-        if config.preset == OWN_PHOTOGRAPHS and not extension.SIZES & given.keys():
+        if config.preset in FITS_OBJECTS and not extension.SIZES & given.keys():
             size = fit_size(config)
             if is_main_process():
                 print(size)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from incseg.data import SOURCES
+from incseg.data import OWN, SOURCES, detected
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import RunDir, flatten, read_config
 from incseg.engine.runtime import Precision
@@ -30,8 +30,6 @@ from incseg.settings import Affects, changed_values, names_affecting, setting
 from incseg.types import UserError
 
 _machine = partial(setting, affects="machine")
-OWN_PHOTOGRAPHS = "folder"
-"""The dataset of a user's own photographs: its masks are checked, and its tables have one row per class."""
 
 
 @dataclass
@@ -39,10 +37,12 @@ class DataConfig:
     """The dataset.
 
     Args:
-        name: shapes, voc, ade20k, folder, or package.module:Class.
+        name: shapes, voc, ade20k, folder, coco, labelme, yolo, cvat, labelstudio, or package.module:Class; auto finds
+            out which of those a folder is that people label themselves.
         root: folder of the dataset; shapes needs none.
         presence: file with the classes in each training image, instead of reading all masks once.
-        classes_file: file of class names of a folder; empty for classes.txt in the root.
+        classes_file: file of class names of a folder; empty for classes.txt in the root. For other formats that people
+            label, new names of their classes, one per line.
         seed: seed of shapes.
         train_size: number of training scenes of shapes.
         val_size: number of test scenes of shapes.
@@ -73,6 +73,14 @@ class DataConfig:
     cache: Literal["auto", "off"] = _machine("auto")
     fit: Literal["crop", "whole"] = "crop"
     empty: Literal["leave_out", "learn"] = "leave_out"
+
+    def __post_init__(self) -> None:
+        self.name = detected(self.name, self.root)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether people label such images themselves."""
+        return self.name in OWN
 
 
 @dataclass
@@ -132,7 +140,7 @@ class RunConfig:
 
     @property
     def shows_classes(self) -> bool:
-        return self.table == "classes" or (self.table == "auto" and self.data.name == OWN_PHOTOGRAPHS)
+        return self.table == "classes" or (self.table == "auto" and self.data.is_own)
 
     @property
     def folder(self) -> Path:

@@ -223,11 +223,19 @@ def _json_checksum(record: dict[str, Any]) -> str:
 def read_yaml(path: Path) -> Any:
     """Read settings as plain values; raise a YAMLError if the file is not valid YAML."""
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
-    except (ValueError, RecursionError) as error:  # not text, or numbers and nesting beyond all limits
+        value = parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not text
         raise yaml.YAMLError(str(error)) from error
     _require_plain(value, path)
     return value
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain values of YAML that others wrote; raise a YAMLError if it is not valid."""
+    try:
+        return yaml.load(text, _PlainLoader)
+    except (ValueError, RecursionError) as error:  # numbers and nesting beyond all limits
+        raise yaml.YAMLError(str(error)) from error
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -155,6 +155,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+FITS_OBJECTS = frozenset({"folder", "laptop"})
+"""Presets whose input size is chosen by the size of the objects that the masks show."""
 DEFAULT_METHOD = {"folder": "analytic", "laptop": "analytic", "voc20": "analytic"}
 """The default method of presets for which it is not evidential. A model of the analytic method is saved with its sums,
 so it can be extended in seconds."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import incseg
 from incseg.config import (
-    OWN_PHOTOGRAPHS,
     DataConfig,
     RunConfig,
     base_key,
@@ -65,7 +64,7 @@ def open_source(config: DataConfig) -> Source:
                 "folder, or leave --root out"
             )
         options = {name: getattr(config, name) for name in ("seed", "train_size", "val_size", "image_size")}
-    if config.name == OWN_PHOTOGRAPHS and config.classes_file:
+    if config.is_own and config.classes_file:
         options = {"classes_file": config.classes_file}
     return build_source(config.name, config.root, **options)
 
@@ -138,7 +137,7 @@ class Setup:
         if warm_start is not None:
             extended = warm_start.extended(source, config.task)
             source, task = extended, [extended.known, extended.new]
-        meaning = read_meaning(source) if config.data.name == OWN_PHOTOGRAPHS else None
+        meaning = read_meaning(source) if config.data.is_own else None
         setting = "joint" if method.single_step else config.setting
         protocol = Protocol(source.info, task, setting, config.rules, config.order)
         train = read_presence(source, "train", config.data.presence)

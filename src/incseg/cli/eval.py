@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", metavar="DIR", help="folder of the dataset, where it has moved since training")
     parser.add_argument(
         "--data", metavar="NAME",
-        help="test on another dataset, folder, voc or ade20k, in --root: classes are matched by name, photographs are "
+        help="test on another dataset, folder, coco, voc, …, in --root: classes are matched by name, photographs are "
         "predicted whole",
     )  # fmt: skip
     parser.add_argument(
         "--split", choices=["train", "val", "all"],
-        help="with --data: which of its photographs (default: val; all of a folder without val.txt)",
+        help="with --data: which of its photographs (default: val; all where the dataset has no val)",
     )  # fmt: skip
     parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
@@ -85,8 +85,7 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     if options:
         predictor = predictor.with_options(**options)
     # A folder without lists is split for training; who only tests means all of it.
-    listed = args.data != "folder" or (Path(args.root) / "val.txt").is_file()
-    wanted = args.split or ("val" if listed else "all")
+    wanted = args.split or ("val" if source.val_given else "all")
     splits = [split for split in SPLITS if wanted in (split, "all")]
     console = Console(stderr=args.json, highlight=False)
     with showing(Screen(console)):

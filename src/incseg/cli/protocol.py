@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from incseg.data import build_source, dataset_info
+from incseg.data import OWN, build_source, dataset_info
 from incseg.data.presence import Presence, presence_of, read_presence
 from incseg.data.source import Source, Split
 from incseg.protocol import ORDERS, RULES, SETTINGS, Protocol
@@ -28,7 +28,7 @@ _NAMES_WHEN_SHORTENED = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", required=True, metavar="NAME", help="voc, ade20k, shapes or folder")
+    parser.add_argument("--data", required=True, metavar="NAME", help="a dataset of incseg list")
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder of the dataset")
     parser.add_argument(
         "--task", required=True, help="for example 15-1 or joint, or groups of class names: cat,dog/bird"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     notes: tuple[str, ...] = ()
-    if args.presence is not None and args.root is None and args.data != "folder":
+    if args.presence is not None and args.root is None and args.data not in OWN:
         info = dataset_info(args.data)
         protocol = _protocol(info, args)
         train, test = read_presence(args.presence, len(info.classes)), None

@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from incseg.cli.settings import parse_run
-from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.progress import figures_line, percent
 from incseg.engine.runtime import is_main_process
+from incseg.presets import FITS_OBJECTS
 from incseg.run import fit_size, train
 
 HELP = "train a model step by step; repeat the command to resume an interrupted run"
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = parse_run("incseg train", "Train a model step by step.", args.unknown)
-    if config.preset == OWN_PHOTOGRAPHS and not any(token.split("=")[0] in _SIZE_FLAGS for token in args.unknown):
+    if config.preset in FITS_OBJECTS and not any(token.split("=")[0] in _SIZE_FLAGS for token in args.unknown):
         size = fit_size(config)
         if is_main_process():
             print(size)

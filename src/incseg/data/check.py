@@ -32,14 +32,12 @@ import numpy as np
 from PIL import Image
 
 from incseg.data.extended import Extended, folded
-from incseg.data.files import COLOURS, MISSING, UNREADABLE, VALUES, FileError, as_file_error
-from incseg.data.folder import Folder
+from incseg.data.files import BOXES, COLOURS, MISSING, SIZES, UNREADABLE, VALUES, FileError, as_file_error
+from incseg.data.folder import Folder, first_three
 from incseg.data.presence import PixelCounts, Progress, as_seen_by, histogram, in_threads, joined, pixel_counts, store
 from incseg.data.source import SPLITS, Source, Split
 from incseg.types import BACKGROUND, IGNORE, DatasetInfo, UserError
 
-SIZES = "sizes"
-"""A kind of fault: a photograph and its mask differ in size. The other kinds are in `files`."""
 _MOST_VALUES = 8
 
 
@@ -54,19 +52,23 @@ def grouped(faults: Sequence[FileError]) -> list[str]:
 def _line(kind: str, faults: Sequence[FileError]) -> str:
     number, files = len(faults), _some_files(faults)
     if kind == COLOURS:
-        what = f"{number} masks hold colours instead of class numbers, {_some_found(faults)} ({files})"
+        named = "that are not in the list" if "name them" in faults[0].remedy else "instead of class numbers"
+        what = f"{number} masks hold colours {named}, {_some_found(faults)} ({files})"
     elif kind == VALUES:
         allowed = faults[0].fault.partition(", but ")[2]
         what = f"{number} masks hold {_some_found(faults)}, but {allowed} ({files})"
     elif kind == SIZES:
         what = f"{number} photographs differ in size from their masks ({files})"
+    elif kind == BOXES:
+        what = f"{number} files hold boxes instead of polygons ({files})"
     else:
         what = {
             MISSING: f"{number} files are missing ({files})",
             UNREADABLE: f"{number} files cannot be read as images ({files})",
         }[kind]
     remedy = {
-        COLOURS: "save each mask as a single-channel or palette PNG whose pixels are class numbers",
+        COLOURS: faults[0].remedy,
+        BOXES: faults[0].remedy,
         VALUES: faults[0].remedy,
         SIZES: "export both at one size",
         MISSING: "restore them, or take their names off the list",
@@ -155,9 +157,15 @@ def check_meaning(
 
 def judge(source: Source, pixels: PixelCounts) -> tuple[list[str], list[str]]:
     """Return (faults, notes) of the mask values; only a folder of the user can be numbered by another rule."""
-    if not isinstance(source, Folder):
-        return [], []
-    return meaning_of(pixels, source.info.classes, source.background_named, source.void)
+    if isinstance(source, Folder):
+        return meaning_of(pixels, source.info.classes, source.background_named, source.void)
+    if source.own and pixels.sizes.any() and not (pixels.images[1 : len(source.info.classes) + 1] > 0).any():
+        return [f"no image shows any of the classes {_classes(source.info)}; label some objects"], []
+    return [], []
+
+
+def _classes(info: DatasetInfo) -> str:
+    return ", ".join(info.classes[:8]) + (", …" if len(info.classes) > 8 else "")
 
 
 def meaning_of(
@@ -322,18 +330,24 @@ def check(
     results = in_threads(lambda i: _check_pair(source, *pairs[i]), len(pairs), workers, progress)
     faults: list[FileError] = []
     pixels: dict[Split, PixelCounts] = {}
+    left_out: dict[str, list[str]] = {}
 
-    def histograms(images: int) -> Iterator[np.ndarray | None]:
-        for found, counted in islice(results, images):
+    def histograms(names: Sequence[str]) -> Iterator[np.ndarray | None]:
+        for name, (found, counted, remarks) in zip(names, islice(results, len(names)), strict=True):
             faults.extend(found)
+            for remark in remarks:
+                left_out.setdefault(remark, []).append(name)
             yield counted
 
     for split in splits:
         names = source.names(split)
-        pixels[split] = PixelCounts.of_histograms(names, histograms(len(names)))
+        pixels[split] = PixelCounts.of_histograms(names, histograms(names))
         if pixels[split].complete:
             store(source, split, pixels[split])
     meaning, notes = judge(source, joined([*pixels.values()]))
+    for remark, names in left_out.items():
+        images = list(dict.fromkeys(names))
+        notes.append(f"{len(names)} {remark} are left out, in {len(images)} images ({first_three(images)})")
     counts = {split: _counts(source, pixels[split]) for split in splits}
     return Report(faults, meaning, notes, counts, pixels)
 
@@ -348,21 +362,24 @@ def _counts(source: Source, pixels: PixelCounts) -> SplitCounts:
     return SplitCounts(len(pixels.names), per_class, unlabelled)
 
 
-def _check_pair(source: Source, split: Split, index: int) -> tuple[list[FileError], np.ndarray | None]:
-    """Return the faults of a pair, and the pixels of each value in its mask if that could be read."""
+def _check_pair(source: Source, split: Split, index: int) -> tuple[list[FileError], np.ndarray | None, Sequence[str]]:
+    """Return the faults of a pair, the pixels of each value in its mask if that could be read, and what it leaves
+    out."""
     where = f"{source.info.name} {split} '{source.names(split)[index]}'"
     faults: list[FileError] = []
     image: Image.Image | None = None
     mask: np.ndarray | None = None
+    remarks: Sequence[str] = ()
     try:
         image = source.image(split, index)
     except UserError as error:
         faults.append(as_file_error(error, where))
     try:
         mask = source.mask(split, index)
+        remarks = source.remarks(split, index)
     except UserError as error:
         faults.append(as_file_error(error, where))
     if image is not None and mask is not None and image.size != mask.shape[::-1]:
         sizes = f"the image is {image.width}×{image.height} but its mask {mask.shape[1]}×{mask.shape[0]}"
         faults.append(FileError(where, sizes, "export both at one size", SIZES))
-    return faults, None if mask is None else histogram(mask)
+    return faults, None if mask is None else histogram(mask), remarks

@@ -29,8 +29,11 @@ PathLike = str | os.PathLike[str]
 _STRETCH = {"L;2": 85, "L;4": 17}
 
 
-MISSING, UNREADABLE, COLOURS, VALUES = "missing", "unreadable", "colours", "values"
-"""Kinds of faults that can come in many files at once."""
+MISSING, UNREADABLE, COLOURS, VALUES, SIZES, BOXES = (
+    "missing", "unreadable", "colours", "values", "sizes", "boxes",
+)  # fmt: skip
+"""Kinds of faults that can come in many files at once. SIZES: a photograph and its mask differ in size; BOXES: objects
+have boxes instead of outlines."""
 _MOST_COLOURS, _MOST_VALUES = 8, 256
 _COLOUR_SAMPLE = 256
 """Longer side to which a colour mask is reduced before its colours are counted."""
@@ -85,9 +88,33 @@ def image_size(path: PathLike) -> tuple[int, int]:
         return image.size[::-1] if _is_sideways(image) else image.size
 
 
+def stored_size(path: PathLike) -> tuple[tuple[int, int], bool]:
+    """Return (width, height) of the stored pixels, and whether they change places in what `read_image` gives."""
+    with _opened(path) as image:
+        return image.size, _is_sideways(image)
+
+
 def _is_sideways(image: Image.Image) -> bool:
     """Return whether its EXIF orientation makes width and height change places."""
-    return image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
+    return _orientation(image) in range(5, 9)
+
+
+def _orientation(image: Image.Image) -> int:
+    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
+_TURNS = {
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def turn_of(path: PathLike) -> Image.Transpose:
+    """Return how `read_image` turns the stored pixels of an image whose width and height change places."""
+    with _opened(path) as image:
+        return _TURNS[_orientation(image)]
 
 
 def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int]]:
@@ -154,6 +181,17 @@ def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarra
     return values.astype(np.uint8, copy=False)
 
 
+def read_stored(path: PathLike, sizes: Sequence[tuple[int, int]]) -> Image.Image:
+    """Return an image as it is stored, such as a mask in colours; a size other than `sizes` is refused first."""
+    with _opened(path) as image:
+        if image.size not in sizes:
+            (width, height), (shown_width, shown_height) = image.size, sizes[0]
+            fault = f"the mask is {width}×{height} but its image {shown_width}×{shown_height}"
+            raise FileError(path, fault, "export both at one size", SIZES)
+        image.load()
+        return image.copy()
+
+
 def _some(found: Sequence[int | str]) -> str:
     return ", ".join(str(one) for one in found[:5]) + (", …" if len(found) > 5 else "")
 
@@ -196,7 +234,10 @@ def without_duplicates(names: list[str], path: PathLike) -> list[str]:
 
 @dataclass(frozen=True)
 class PairFiles:
-    """The files of a split: `names[i]` has the image `images[i]` and the mask `masks[i]`."""
+    """The files of a split: `names[i]` has the image `images[i]` and the mask `masks[i]`.
+
+    Where labels are not masks, `masks` are the files that they are in.
+    """
 
     names: tuple[str, ...]
     images: tuple[Path, ...]
@@ -235,7 +276,11 @@ class PairFiles:
 
 def _content(file: Path) -> str:
     try:
-        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(digest_size=16)
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+        return digest.hexdigest()
     except OSError:  # reading it as an image gives a better error
         return "missing"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -42,13 +42,11 @@ class Folder(FileSource):
     void: the value that means "not annotated" in the masks.
     """
 
-    preset = "folder"
+    preset = "laptop"
+    own = True
 
     def __init__(self, root: PathLike, classes_file: PathLike | None = None, void: int = IGNORE) -> None:
-        self.root = Path(root).expanduser()
-        if not self.root.is_dir():
-            problem = "is a file" if self.root.exists() else "does not exist"
-            raise UserError(f"the dataset folder '{root}' {problem}; give its folder with --root DIR")
+        self.root = require_folder(root)
         names_file = classes_file or self.root / "classes.txt"
         classes = read_classes(names_file)
         self.background_named = names_background(names_file)
@@ -61,41 +59,58 @@ class Folder(FileSource):
             self.notes.append(f"folder: {note}")
         if unused := masks.keys() - images.keys():
             self.notes.append(f"folder: {len(unused)} masks without an image are left out ('{min(unused)}' …)")
-        self._files = {split: self._pairs(split, names, images, masks) for split, names in self._splits(images).items()}
+        splits, notes = chosen_splits(self.root, "folder", images, lambda file: _listed(file, images))
+        self.notes += notes
+        self.val_given = (self.root / "val.txt").is_file()
+        self._files = {split: self._pairs(split, names, images, masks) for split, names in splits.items()}
         self.notes += overlap_note("folder", self.names("train"), self.names("val"))
 
     def files(self, split: Split) -> PairFiles:
         return self._files[split]
 
-    def _splits(self, images: dict[str, Path]) -> dict[Split, list[str]]:
-        train, val = (
-            _listed(file, images) if file.is_file() else None
-            for file in (self.root / "train.txt", self.root / "val.txt")
-        )
-        if train is None and val is None:
-            train, val = hash_split(images)
-            self.notes.append(
-                f"folder: no train.txt or val.txt, so a hash of the names chose {len(train)} images for "
-                f"training and {len(val)} for testing"
-            )
-        elif train is None or val is None:
-            missing = "train" if train is None else "val"
-            listed = set(train or val or ())
-            rest = [name for name in images if name not in listed]
-            self.notes.append(f"folder: no {missing}.txt, so {missing} is the {len(rest)} images left over")
-            train, val = (rest, val) if train is None else (train, rest)
-        if not train:
-            raise UserError(f"'{self.root}' has no image left for training; correct train.txt and val.txt")
-        return {"train": train, "val": val or []}
-
     def _pairs(self, split: Split, names: list[str], images: dict[str, Path], masks: dict[str, Path]) -> PairFiles:
         if without := [name for name in names if name not in masks]:  # an error once one of them is used
             self.notes.append(
-                f"folder: {len(without)} of {len(names)} {split} images have no mask ({_first_three(without)}); "
+                f"folder: {len(without)} of {len(names)} {split} images have no mask ({first_three(without)}); "
                 f"add masks/NAME.png for each, or leave them out of {split}.txt"
             )
         expected = (masks.get(name, self.root / "masks" / f"{name}.png") for name in names)
         return PairFiles(tuple(names), tuple(images[name] for name in names), tuple(expected))
+
+
+def require_folder(root: PathLike) -> Path:
+    """Return the folder of a dataset; a UserError where there is none."""
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"the dataset folder '{root}' {problem}; give its folder with --root DIR")
+    return folder
+
+
+def chosen_splits(
+    root: Path, kind: str, names: Iterable[str], listed: Callable[[Path], list[str]]
+) -> tuple[dict[Split, list[str]], list[str]]:
+    """Return the images of each split, by the lists train.txt and val.txt or by a hash of the names, and notes on it.
+
+    listed: returns the images that such a file lists.
+    """
+    images, notes = list(names), []
+    train, val = (listed(file) if file.is_file() else None for file in (root / "train.txt", root / "val.txt"))
+    if train is None and val is None:
+        train, val = hash_split(images)
+        notes.append(
+            f"{kind}: no train.txt or val.txt, so a hash of the names chose {len(train)} images for "
+            f"training and {len(val)} for testing"
+        )
+    elif train is None or val is None:
+        missing = "train" if train is None else "val"
+        given = set(train or val or ())
+        rest = [name for name in images if name not in given]
+        notes.append(f"{kind}: no {missing}.txt, so {missing} is the {len(rest)} images left over")
+        train, val = (rest, val) if train is None else (train, rest)
+    if not train:
+        raise UserError(f"'{root}' has no image left for training; correct train.txt and val.txt")
+    return {"train": train, "val": val or []}, notes
 
 
 def read_classes(path: PathLike) -> tuple[str, ...]:
@@ -127,7 +142,7 @@ def unreadable_note(files: Iterable[Path]) -> str:
     if not left_out:
         return ""
     some = f"{len(left_out)} file{'s' * (len(left_out) != 1)}"
-    return f"{some} left out ({_first_three(left_out)}): convert to JPEG or PNG; known are {', '.join(IMAGE_SUFFIXES)}"
+    return f"{some} left out ({first_three(left_out)}): convert to JPEG or PNG; known are {', '.join(IMAGE_SUFFIXES)}"
 
 
 def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -184,13 +199,14 @@ def _listed(path: Path, images: dict[str, Path]) -> list[str]:
     if unknown := [name for name in names if name not in images]:
         raise FileError(
             path,
-            f"{len(unknown)} of {len(names)} names have no image ({_first_three(unknown)})",
+            f"{len(unknown)} of {len(names)} names have no image ({first_three(unknown)})",
             "add the files to images/ or delete the lines",
         )
     return without_duplicates(names, path)
 
 
-def _first_three(names: list[str]) -> str:
+def first_three(names: Sequence[str]) -> str:
+    """Return "'a', 'b', 'c', …"."""
     return ", ".join(f"'{name}'" for name in names[:3]) + (", …" if len(names) > 3 else "")
 
 

@@ -25,6 +25,10 @@ class Source(ABC):
     info: DatasetInfo
     preset: ClassVar[str | dict[str, Any] | None] = None
     """The settings that a run on this dataset starts from: the name of a preset, or settings nested as in one."""
+    own: ClassVar[bool] = False
+    """Whether people label such images themselves: what they mean is checked, and tables are for people."""
+    val_given: bool = True
+    """Whether the dataset itself says which images are for testing."""
     notes: Sequence[str] = ()
     """Lines that the user should read before trusting the numbers, such as a list that had to be replaced."""
 
@@ -62,6 +66,10 @@ class Source(ABC):
                 f"{mask.shape[1]}×{mask.shape[0]}; export both at one size"
             )
         return image, mask
+
+    def remarks(self, split: Split, index: int) -> Sequence[str]:
+        """Return what is left out of the mask, such as "polygon with fewer than 3 points"."""
+        return ()
 
     def preview(self, split: Split, index: int, side: int) -> tuple[Image.Image, tuple[int, int]]:
         """Return the image with its longer side reduced to at most `side`, and the size that it has in full."""

@@ -17,6 +17,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup, escape
 
+from incseg.config import OWN
 from incseg.engine.rundir import RunDir
 from incseg.io import read_json
 from incseg.metrics import FIGURES
@@ -107,7 +108,7 @@ def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
     sections = []
     for table in compare([record for record in records if record.retest is None], True):
         under = [*table.notes, *(f"**Warning**: {warning}." for warning in table.warnings)]
-        own = table.dataset.startswith("folder")  # the sections of one's own photographs are more useful
+        own = table.dataset.split(" ")[0] in OWN  # the sections of one's own photographs are more useful
         title = "Base / New / All / Inc" if own else ""
         blocks = [
             Block(title, tables=_by_column(table), notes=under, folded=own),
@@ -126,7 +127,7 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
     """Return a section for each run on one's own photographs: its classes, or the result of an extension."""
     sections = []
     for record in records:
-        own = record.settings.get("data.name") == "folder"
+        own = record.settings.get("data.name") in OWN
         if not own or record.retest is not None or record.is_summary or not record.rows:
             continue
         blocks = _extension(RunDir(record.folder))

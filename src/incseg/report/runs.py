@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from incseg.config import settings_affecting
+from incseg.config import OWN, settings_affecting
 from incseg.engine.rundir import SUMMARY_SUFFIXES, RunDir, flatten, is_summary, read_config
 from incseg.io import read_json, read_record, with_checksum, without_checksum, write_text
 from incseg.metrics import FIGURES
@@ -268,7 +268,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
 def _dataset(name: str, config: dict[str, Any]) -> str:
     """Return the name of a dataset. Each folder of one's own photographs is a dataset named by the folder."""
     root = (config.get("data") or {}).get("root")
-    return f"{name} {Path(str(root)).name}".strip() if name == "folder" and root else name
+    return f"{name} {Path(str(root)).name}".strip() if name in OWN and root else name
 
 
 def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:

@@ -1,0 +1,53 @@
+"""Which format a folder of labels has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from incseg.data.annotated import ImageFiles
+from incseg.data.coco import looks_like_coco
+from incseg.data.cvat import LABELMAP, VALUES_FILE
+from incseg.data.folder import require_folder
+from incseg.data.labelstudio import looks_like_labelstudio
+from incseg.types import UserError
+
+AUTO = "auto"
+_MOST_FILES = 50
+"""JSON files that are looked at: the others are alike."""
+
+
+def detect(root: str | Path) -> str:
+    """Return the name of the format that the labels in a folder have."""
+    found = formats_in(require_folder(root))
+    if len(found) == 1:
+        return found[0]
+    what = f"labels of {' and '.join(found)}" if found else "no labels that are known"
+    raise UserError(f"'{root}' has {what}; name the format with --data: folder, coco, labelme, yolo, cvat, labelstudio")
+
+
+def formats_in(root: Path) -> list[str]:
+    """Return the names of the formats that a folder has signs of."""
+    if (root / "classes.txt").is_file() and (root / "masks").is_dir() and (root / "images").is_dir():
+        return ["folder"]
+    files = ImageFiles(root)
+    names = {path.name for path in files.with_suffix(".txt", ".csv", ".names", ".yaml", ".yml")}
+    found = ["cvat"] if {LABELMAP, VALUES_FILE} & names else []
+    for path in files.with_suffix(".json")[:_MOST_FILES]:
+        if looks_like_labelstudio(path):
+            found.append("labelstudio")
+        elif looks_like_coco(path):
+            found.append("coco")
+        elif _has_shapes(path):
+            found.append("labelme")
+    if {"data.yaml", "data.yml", "dataset.yaml", "obj.names"} & names or ("classes.txt" in names and _is_yolo(files)):
+        found.append("yolo")
+    return list(dict.fromkeys(found))
+
+
+def _has_shapes(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return b'"shapes"' in stream.read(1 << 16)
+
+
+def _is_yolo(files: ImageFiles) -> bool:
+    return any(files.beside(path) or "labels" in files.key(path).split("/") for path in files.with_suffix(".txt"))

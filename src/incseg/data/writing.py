@@ -1,0 +1,121 @@
+"""Write images with labels for other tools: what the writers of all formats have in common.
+
+A writer of a format takes one image at a time and copies it unchanged. Areas become polygons along pixel edges, which
+the reader of the format fills with exactly the same pixels. Several classes never share a polygon.
+"""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+import numpy as np
+from PIL import Image
+
+from incseg.data.annotated import IGNORE_NAME, Size
+from incseg.data.outlines import Ring, outlines
+from incseg.io import replacing
+from incseg.types import BACKGROUND, IGNORE, UserError
+
+
+class Writer(ABC):
+    """Writes a dataset to a new folder; a context manager.
+
+    out:       the folder, which must be new or empty.
+    classes:   names, id 1 first.
+    palette:   (256, 3) colours by id.
+    tolerance: how far polygons may be off, in pixels, to have fewer points; 0 for exact ones.
+    """
+
+    format: ClassVar[str]
+
+    def __init__(self, out: Path, classes: Sequence[str], palette: np.ndarray, tolerance: float = 0.0) -> None:
+        require_new(out)
+        self.out, self.classes, self.palette, self.tolerance = out, tuple(classes), palette, tolerance
+        self.void_shown = False
+        self._taken: set[str] = set()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            with self._open:
+                self.finish()
+        else:
+            self._open.__exit__(kind, error, at)
+
+    def add(self, name: str, image: Path | Image.Image, mask: np.ndarray, split: str = "") -> None:
+        """Write an image and its mask of ids.
+
+        name:  may be a path; the file's name is made of it.
+        split: "train" or "val"; empty where the reader may choose.
+        """
+        flat = self._distinct(name.replace("/", "_"))
+        suffix = image.suffix if isinstance(image, Path) else ".png"
+        self.void_shown |= bool((mask == IGNORE).any())
+        target = self.image_file(flat + suffix, split)
+        with replacing(target) as temporary:
+            if isinstance(image, Path):
+                shutil.copyfile(image, temporary)
+            else:
+                image.save(temporary, format="PNG")
+        self.write(flat, target, mask, split)
+
+    @abstractmethod
+    def image_file(self, name: str, split: str) -> Path:
+        """Return where an image goes."""
+
+    @abstractmethod
+    def write(self, name: str, image: Path, mask: np.ndarray, split: str) -> None:
+        """Write the labels of an image."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write what is known at the end: lists and names."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of classes, with one for what is not annotated where that was shown."""
+        return [*self.classes, IGNORE_NAME] if self.void_shown else [*self.classes]
+
+    def name_of(self, label: int) -> str:
+        return IGNORE_NAME if label == IGNORE else self.classes[label - 1]
+
+    def number_of(self, label: int) -> int:
+        """Return the position of a label in `names`, from 0."""
+        return len(self.classes) if label == IGNORE else label - 1
+
+    def objects(self, mask: np.ndarray) -> Iterator[tuple[int, Ring]]:
+        """Yield the label and polygon of each object; connected pixels of a class are one."""
+        for label in np.unique(mask).tolist():
+            if label != BACKGROUND:
+                yield from ((label, ring) for ring in outlines(mask == label, self.tolerance))
+
+    def _distinct(self, name: str) -> str:
+        found, number = name, 2
+        while found.casefold() in self._taken:
+            found, number = f"{name}-{number}", number + 1
+        self._taken.add(found.casefold())
+        return found
+
+
+def size_of(mask: np.ndarray) -> Size:
+    return mask.shape[1], mask.shape[0]
+
+
+def plain(value: float) -> int | float:
+    """Return a coordinate as a whole number where it is one."""
+    return int(value) if value == int(value) else round(value, 3)
+
+
+def require_new(out: Path) -> None:
+    """Refuse a folder that holds something: labels that were corrected there would be lost."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out '{out}' exists and is not an empty folder; choose a new one")
