@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -588,3 +589,14 @@ def test_missing_models_are_named_and_the_rest_is_there(trained: Path, tmp_path:
     text = words(report(tmp_path / "out", runs, "--images", 2))
     assert re.search(r"No pictures of finetune: .*model.safetensors", text)
     assert "2 of 8 test images" in text
+
+
+def test_quality_at_edges_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", groups=GROUPS)
+    rows = json.loads((folder / "results.json").read_text())["steps"]
+    assert "Quality at edges" not in words(report(tmp_path / "plain", folder))
+    rows[-1]["boundary"] = {"iou": 31.24, "within_3": 41.5, "within_8": None}
+    change_json(folder / "results.json", steps=rows)
+    shown = words(report(tmp_path / "measured", folder))
+    assert "Quality at edges run step all pixels boundary IoU within 3 pixels within 8 pixels" in shown
+    assert "evidential 15-1, seed 42 2 40.0 31.2 41.5 –" in shown

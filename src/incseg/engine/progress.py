@@ -205,7 +205,9 @@ def percent(value: float | None) -> str:
 
 
 def figures_line(figures: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name.capitalize()} {percent(figures[name])}" for name in FIGURES)
+    line = "  ".join(f"{name.capitalize()} {percent(figures[name])}" for name in FIGURES)
+    at_edges = figures.get("boundary")
+    return f"{line}  boundary IoU {percent(at_edges['iou'])}" if at_edges else line
 
 
 def step_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
@@ -213,12 +215,15 @@ def step_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     table = Table(title=Text(title), title_justify="left", header_style="bold")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("learns", overflow="fold")
-    for name in ("images", *(figure.capitalize() for figure in FIGURES), "unseen AUROC"):
+    rows = list(rows)
+    edges = ["boundary IoU"] if any("boundary" in row for row in rows) else []
+    for name in ("images", *(figure.capitalize() for figure in FIGURES), *edges, "unseen AUROC"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         ranking = (row["unseen"]["from_background"] or {}) if row.get("unseen") else {}
         auroc = f"{ranking['auroc']:.3f}" if ranking else "–"
         cells = [percent(row[name]) for name in FIGURES]
+        cells += [percent(row.get("boundary", {}).get("iou")) for _ in edges]
         table.add_row(str(row["index"]), Text(", ".join(row["classes"])), str(row["train_images"]), *cells, auroc)
     return table
 

@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 from incseg.config import OWN
 from incseg.engine.rundir import RunDir
 from incseg.io import read_json
-from incseg.metrics import FIGURES
+from incseg.metrics import FIGURES, TRIMAP_WIDTHS
 from incseg.report import figures
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.report.runs import BROKEN, RunRecord
@@ -119,8 +119,25 @@ def table_sections(records: Sequence[RunRecord]) -> list[PageSection]:
             (other,) = compare([record for record in records if record.folder in tested], False, quiet=True)
             title = "The same models, tested with other inference options"
             blocks.append(Block(title, tables=_by_column(other), commands=other.commands, folded=True))
+        of_dataset = [record for record in records if record.dataset == table.dataset and record.retest is None]
+        blocks += _quality_at_edges(of_dataset)
         sections.append(PageSection(f"Results on {table.dataset}", blocks))
     return sections
+
+
+def _quality_at_edges(records: Sequence[RunRecord]) -> list[Block]:
+    """Return a table of the runs whose last test measured boundaries (--eval.boundary true)."""
+    measured = [record for record in records if record.rows and record.rows[-1].get("boundary")]
+    if not measured:
+        return []
+    heading = ["run", "step", "all pixels", "boundary IoU", *(f"within {width} pixels" for width in TRIMAP_WIDTHS)]
+    rows = []
+    for record in measured:
+        last, at_edges = record.rows[-1], record.rows[-1]["boundary"]
+        values = [last["all"], at_edges["iou"], *(at_edges[f"within_{width}"] for width in TRIMAP_WIDTHS)]
+        name = f"{record.method} {record.task}, seed {record.seed}"
+        rows.append([name, str(last["index"]), *("–" if value is None else f"{value:.1f}" for value in values)])
+    return [Block("Quality at edges", tables=[HtmlTable(heading, rows)], notes=[caption("edges")])]
 
 
 def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
