@@ -163,8 +163,12 @@ def test_page_with_headers_that_keep_it_to_itself(server, path):
     status, headers, body = ask(server, "GET", path)
     assert status == 200
     assert len(body) == int(headers["Content-Length"]) > 0
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert "unsafe" not in headers["Content-Security-Policy"]
+    policy = dict(line.strip().split(" ", 1) for line in headers["Content-Security-Policy"].split(";"))
+    assert policy == {
+        **dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'"),
+        **dict.fromkeys(("script-src", "style-src", "connect-src"), "'self'"),
+        "img-src": "'self' blob:",
+    }
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Cache-Control"] == "no-store"
     assert headers["Server"].strip() == "incseg"
@@ -303,6 +307,8 @@ NO_IMAGES = {
     "large": bomb(9000, 9000),
     "between Pillow's limits": bomb(11000, 11000),
     "wide": bomb(2**31 - 1, 1),
+    "64 million pixels in one row": bomb(64_000_000, 1),
+    "thinner than allowed": bomb(5, 60_000),
     "less data than it says": bomb(300, 300),
     "svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
     "tiff": encoded(picture(), "TIFF"),
@@ -600,6 +606,35 @@ def test_a_full_queue_says_when_to_come_again(models, monkeypatch):
             go_on.set()
             assert [job.result()[0] for job in jobs] == [200, 200]
         assert upload(server, PNG)[0] == 200
+
+
+def test_a_prediction_that_takes_too_long_is_given_up(models):
+    with serving(models, predict_seconds=0.0) as server:
+        status, _, body = upload(server, PNG)
+        assert (status, "takes too long" in error_of(body)) == (422, True)
+    with serving(models) as server:
+        assert upload(server, PNG)[0] == 200
+
+
+def test_whoever_waits_too_long_for_the_others_is_asked_to_come_again(models, monkeypatch):
+    with (
+        serving(models, predict_seconds=0.2) as server,
+        ThreadPoolExecutor(1) as pool,
+        held(models, monkeypatch) as (begun, go_on),
+    ):
+        first = pool.submit(upload, server, PNG)
+        assert begun.wait(60)
+        status, headers, _ = upload(server, PNG)
+        assert (status, headers["Retry-After"]) == (503, "2")
+        go_on.set()
+        first.result()
+
+
+def test_samples_are_small_whatever_size_a_model_was_tested_at(tmp_path):
+    models = Models([random_run(tmp_path / "run")], "cpu")
+    for model in models._known:
+        model.test_size = 10**6
+    assert all(max(Image.open(io.BytesIO(png)).size) <= LONGEST_SIDE for png in models.samples)
 
 
 def test_too_many_connections_are_turned_away(models):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 
 from incseg.cli import predict as command
+from incseg.data.files import FileError, image_size, read_image, read_mask
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import RunDir
 from incseg.inference import Predictor, Result, _network_size, _tile_starts, distinct_name, load, open_image
@@ -257,6 +262,99 @@ def test_decompression_bomb(predictor, tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(UserError, match=r"more than 2,000 pixels.*MAX_IMAGE_PIXELS"):
         predictor.predict(path)
+
+
+THIN = Image.new("L", (10**6, 1))
+
+
+@pytest.mark.parametrize(
+    "image",
+    [THIN, np.asarray(THIN), torch.from_numpy(np.asarray(THIN).copy()).T, Image.new("L", (100_001, 30)),
+     Image.new("L", (2, 10_001))],
+    ids=["Pillow", "array", "tensor", "long", "thin"],
+)  # fmt: skip
+def test_strips_that_are_too_long_or_thin(predictor, image, tmp_path):
+    with pytest.raises(FileError, match=r"at most 100,000, and at most 5,000 times as many as the shorter; cut it"):
+        predictor.predict(image)
+    if isinstance(image, Image.Image):
+        image.save(tmp_path / "thin.png")
+        for read in (predictor.predict, read_image, image_size, lambda file: read_mask(file, 2)):
+            with pytest.raises(FileError, match=r"thin\.png: it is .* pixels; the longer side"):
+                read(tmp_path / "thin.png")
+
+
+def test_what_would_take_too_much_memory_is_refused_before_it_is_taken(predictor, monkeypatch):
+    said = "at size 40000 its pixels would take 17.9 GB; at most 4 GB are allowed; give a smaller size"
+    with pytest.raises(FileError, match=said):
+        predictor.predict(picture(9, 9), 40_000)
+    with pytest.raises(FileError, match="give a smaller size"):
+        predictor.predict(picture(9, 9), 10**18)
+    monkeypatch.setattr("incseg.inference.MOST_BYTES", 4 * 4 * 640 * 480 - 1)
+    with pytest.raises(FileError, match=r"its probabilities would take .* do without probabilities"):
+        predictor.predict(picture(640, 480), 32, probabilities=True)
+    assert predictor.predict(picture(640, 480), 32, probabilities=True, longest=639).probabilities.shape[2] == 639
+
+
+def test_scores_count_as_memory_too(predictor, monkeypatch):
+    monkeypatch.setattr("incseg.inference.MOST_BYTES", 4 * 3 * 640 * 480)
+    monkeypatch.setattr(predictor.model, "increments", [Increment(tuple("abcdefghij" * 25), tuple(range(1, 251)))])
+    with pytest.raises(FileError, match="at size 480 its scores would take"):
+        predictor.predict(picture(64, 48), 480)
+
+
+def test_a_prediction_is_given_up_at_its_deadline(predictor):
+    for tile in (32, 1536):
+        with pytest.raises(FileError, match="takes too long; shrink or cut it"):
+            replace(predictor, deadline=time.monotonic()).predict(picture(96, 64), 64, tile)
+    assert replace(predictor, deadline=time.monotonic() + 60).predict(picture()).labels.shape == (48, 64)
+
+
+def test_memory_is_bounded_for_thin_images(model_file, tmp_path):
+    """Measured in a process of its own: 64 million pixels in one row took 20 GB."""
+    Image.new("L", (64_000_000, 1)).save(tmp_path / "refused.png")
+    Image.new("L", (100_000, 20)).save(tmp_path / "taken.png")
+    code = (
+        "import resource, sys; from incseg.cli import main; code = main(sys.argv[1:]); "
+        "print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    argv = ["predict", str(model_file), str(tmp_path / "refused.png"), str(tmp_path / "taken.png")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv, "--out", str(tmp_path / "out"), "--device", "cpu"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    code, megabytes = done.stdout.splitlines()[-1].split()
+    assert (code, done.stderr.count("skipped: ")) == ("1", 1)
+    assert "refused.png: it is 64000000×1 pixels" in done.stderr
+    assert (tmp_path / "out" / "taken_mask.png").is_file()
+    assert int(megabytes) < 1000
+
+
+def test_a_fault_of_an_image_names_its_file_and_leaves_the_others(model_file, tmp_path, capsys):
+    picture(1000, 800).save(tmp_path / "large.png")
+    picture().save(tmp_path / "small.png")
+    images = [tmp_path / "large.png", tmp_path / "small.png"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("incseg.inference.MOST_BYTES", 4 * 3 * 800 * 600)
+        assert run(model_file, *images, "--size", 0, "--out", tmp_path / "out") == 1
+    assert f"skipped: {images[0]}: at size 0 its pixels would take" in capsys.readouterr().err
+    assert (tmp_path / "out" / "small_mask.png").is_file()
+
+
+def test_large_images_are_in_memory_one_at_a_time(model_file, tmp_path, monkeypatch):
+    for index in range(4):
+        picture(40, 30, seed=index).save(tmp_path / f"{index}.png")
+    monkeypatch.setattr(command, "_LARGE", 1000)
+    opened, predicted = [], []
+    read, predict = command.open_image, Predictor.predict
+    monkeypatch.setattr(command, "open_image", lambda file: opened.append(file) or read(file))
+
+    def counted(self: Predictor, *arguments: Any) -> Any:
+        predicted.append(len(opened) - len(predicted))
+        return predict(self, *arguments)
+
+    monkeypatch.setattr(Predictor, "predict", counted)
+    assert run(model_file, tmp_path, "--out", tmp_path / "out") == 0
+    assert predicted == [1, 1, 1, 1]
 
 
 # Tiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incseg.data.files import FileError, as_rgb, read_image
+from incseg.data.files import FileError, as_rgb, read_image, require_size
 from incseg.data.folder import IMAGE_SUFFIXES
 from incseg.data.source import voc_palette
 from incseg.data.transforms import normalise
@@ -28,13 +28,16 @@ from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.onnx_file import OnnxNetwork, read_onnx
 from incseg.models.segmenter import Segmenter
-from incseg.report.draw import overlay, palette_image, uncertainty_image
+from incseg.report.draw import label_counts, overlay, palette_image, uncertainty_image
 from incseg.types import BACKGROUND, Increment, UserError
 
 TILE = 1536
 """Side of a tile: an image of more pixels than a tile has is predicted in tiles."""
 LONGEST_ENLARGED = 8
 """How many times longer than the test size an enlarged image may get: a strip of 30000 × 10 stays as it is."""
+
+MOST_BYTES = 4 << 30
+"""Of the pixels, scores and probabilities of an image, each."""
 
 ONNX_SUFFIX = ".onnx"
 
@@ -84,8 +87,9 @@ class Result:
     @property
     def shares(self) -> dict[str, float]:
         """The share of the image that each class covers, without classes that it does not show."""
-        counts = np.bincount(self.labels.ravel(), minlength=len(self.classes)) / self.labels.size
-        return {name: round(float(share), 6) for name, share in zip(self.classes, counts, strict=True) if share > 0}
+        counts = label_counts(self.labels, len(self.classes))
+        shares = {name: count / self.labels.size for name, count in zip(self.classes, counts, strict=True)}
+        return {name: round(share, 6) for name, share in shares.items() if share > 0}
 
     def mask(self) -> Image.Image:
         """Return the dataset ids as an indexed image in the colours of the classes."""
@@ -139,6 +143,7 @@ class Predictor:
     classes, ids, palette: name, dataset id and (N+1, 3) colour of each learnt label, background first.
     increments:            what was learnt in which step.
     info:                  what the model file says of itself: file, step, network, method, protocol, test size.
+    deadline:              a time.monotonic() at which a prediction in progress is given up, None for never.
 
     Example:
         >>> model = incseg.load("runs/mine")
@@ -156,6 +161,7 @@ class Predictor:
     ids: tuple[int, ...]
     palette: np.ndarray = field(repr=False)
     info: dict[str, Any] = field(repr=False)
+    deadline: float | None = field(default=None, repr=False)
 
     @property
     def increments(self) -> Sequence[Increment]:
@@ -245,6 +251,9 @@ class Predictor:
             raise UserError(f"size is {size}; give the shorter side in pixels, or 0 for the image as it is")
         rgb = open_image(image)
         width, height = _network_size(rgb.width, rgb.height, size)
+        shown = min(1.0, (longest or math.inf) / max(rgb.size))  # the share of each side that the result has
+        pixels = rgb.width * rgb.height * shown**2
+        self._require_memory(size, width, height, int(pixels * len(self.classes)) if probabilities else 0)
         resized = rgb if (width, height) == rgb.size else rgb.resize((width, height), Image.Resampling.BILINEAR)
         logits = self._logits(resized, TILE if tile is None else tile)
         if longest is not None and longest < max(rgb.size):
@@ -252,6 +261,24 @@ class Predictor:
         result = self._decide(rgb, logits, probabilities)
         result.name = name
         return result
+
+    def _require_memory(self, size: int, width: int, height: int, probabilities: int) -> None:
+        """Refuse what would take memory without bound, before any is taken: a small image can be made large, and each
+        of its pixels gets as many numbers as there are classes."""
+        stride = self.model.stride
+        scores = math.ceil(width / stride) * math.ceil(height / stride) * self.model.num_outputs
+        for what, values, remedy in (
+            (f"at size {size} its pixels", 3 * width * height, "give a smaller size"),
+            (f"at size {size} its scores", scores, "give a smaller size"),
+            ("its probabilities", probabilities, "shrink it, or do without probabilities"),
+        ):
+            if 4 * values > MOST_BYTES:
+                fault = f"{what} would take {values / 2**28:.1f} GB; at most {MOST_BYTES >> 30} GB are allowed"
+                raise FileError("the image", fault, remedy)
+
+    def _check_deadline(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise FileError("the image", "its prediction takes too long", "shrink or cut it")
 
     @torch.inference_mode()
     def _logits(self, image: Image.Image, tile: int) -> Tensor:
@@ -270,6 +297,7 @@ class Predictor:
         weights = torch.zeros(height, width, device=self.runtime.device)
         for top in _tile_starts(math.ceil(image.height / unit), window, overlap):
             for left in _tile_starts(math.ceil(image.width / unit), window, overlap):
+                self._check_deadline()
                 # Starts are multiples of the stride, so that the tile's positions are the whole image's.
                 right, bottom = min((left + window) * unit, image.width), min((top + window) * unit, image.height)
                 logits = self._run(image.crop((left * unit, top * unit, right, bottom)))
@@ -280,7 +308,7 @@ class Predictor:
                 weight = torch.outer(down, along).to(self.runtime.device)
                 total[..., rows, columns] += weight * logits
                 weights[rows, columns] += weight
-        return total / weights
+        return total.div_(weights)
 
     def _run(self, image: Image.Image) -> Tensor:
         if isinstance(self.model, OnnxNetwork):
@@ -300,6 +328,7 @@ class Predictor:
         shape = (len(self.classes), height, width)
         probabilities = np.empty(shape, dtype=np.float32) if with_probabilities else None
         for rows, strip in row_strips(logits, (height, width)):
+            self._check_deadline()
             prediction = self.method.predict(strip, self.model.increments)
             labels[rows] = prediction.labels[0].cpu().numpy()
             uncertainty[rows] = prediction.uncertainty[0].cpu().numpy()
@@ -414,6 +443,7 @@ def open_image(image: ImageLike) -> Image.Image:
         raise UserError(f"cannot predict {_kind_of(image)}; {_IMAGES}")
     if 0 in image.size:
         raise UserError(f"the image is {image.width}×{image.height} and so has no pixels; give one that has")
+    require_size("the image", image.width, image.height)
     try:
         return as_rgb(image)
     except OSError as error:  # Pillow decodes late
@@ -483,19 +513,7 @@ def _read(path: Path) -> Image.Image:
         raise FileError(path, "is a folder", "give predict_folder() the folder, or predict() its files")
     if not path.is_file():
         raise FileError(path, "is not a file" if path.exists() else "no such file", "correct the path")
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns from half of its limit on; what lies between is large but is read.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return read_image(path)
-    except FileError as error:
-        if isinstance(error.__cause__, Image.DecompressionBombError) and Image.MAX_IMAGE_PIXELS:
-            raise FileError(
-                path,
-                f"it has more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels, the limit against decompression bombs",
-                "shrink or cut it; for a file you trust, raise PIL.Image.MAX_IMAGE_PIXELS in Python",
-            ) from error
-        raise
+    return read_image(path)
 
 
 def _palette(about: dict[str, Any], ids: Sequence[int]) -> np.ndarray:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from incseg.cli.main import is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
-from incseg.data.files import FileError
+from incseg.data.files import FileError, image_size
 from incseg.data.folder import unreadable_note
 from incseg.export import with_onnx
 from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, distinct_name, images_among, load, open_image
@@ -31,6 +31,8 @@ PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when th
 
 _AHEAD = 2
 """Images that are read before the network asks for them, and results that wait to be written: they bound the memory."""
+_LARGE = 32_000_000
+"""Pixels of an image from which on one at a time is in memory."""
 _Made = TypeVar("_Made")
 
 
@@ -99,17 +101,19 @@ def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Nam
     taken: set[str] = set()
     names = [distinct_name(file.stem, taken) for file in files]
     writing: deque[tuple[int, Future[dict[str, Any]]]] = deque()
+    ahead = 0 if any(map(_is_large, files)) else _AHEAD
     # Probabilities are too big to wait in memory for their turn.
-    most_waiting = 0 if args.probabilities else _AHEAD
+    most_waiting = 0 if args.probabilities else ahead
 
     def finish(index: int, future: Future[dict[str, Any]]) -> None:
         with _faults_of(files[index], outcomes[index]):
             outcomes[index] |= future.result()
 
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(2) as writers, _progress(len(files)) as advance:
-        for index, image in enumerate(_ahead(reader, open_image, files)):
+        for index, image in enumerate(_ahead(reader, open_image, files, ahead)):
             with _faults_of(files[index], outcomes[index]):
                 result = predictor.predict(image.result(), args.size, args.tile, args.probabilities)
+                del image
                 write = writers.submit(_write, result, args.out, names[index])
                 writing.append((index, write))
                 del result
@@ -121,14 +125,24 @@ def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Nam
     return outcomes
 
 
-def _ahead(pool: Executor, function: Callable[[Any], _Made], items: Iterable[Any]) -> Iterator[Future[_Made]]:
-    """`function` of every item, in order, begun before it is asked for."""
+def _is_large(file: Path) -> bool:
+    with contextlib.suppress(FileError):  # reading it gives the error
+        width, height = image_size(file)
+        return width * height > _LARGE
+    return False
+
+
+def _ahead(
+    pool: Executor, function: Callable[[Any], _Made], items: Iterable[Any], number: int
+) -> Iterator[Future[_Made]]:
+    """`function` of every item, in order, begun while up to `number` others wait."""
     begun: deque[Future[_Made]] = deque()
     for item in items:
         begun.append(pool.submit(function, item))
-        if len(begun) > _AHEAD:
+        if len(begun) > number:
             yield begun.popleft()
-    yield from begun
+    while begun:
+        yield begun.popleft()
 
 
 @contextlib.contextmanager
@@ -138,7 +152,7 @@ def _faults_of(file: Path, outcome: dict[str, Any]) -> Iterator[None]:
         yield
         return
     except FileError as error:
-        fault: object = error
+        fault = f"{file}: {error.fault}; {error.remedy}"
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise

@@ -37,6 +37,10 @@ have boxes instead of outlines."""
 _MOST_COLOURS, _MOST_VALUES = 8, 256
 _COLOUR_SAMPLE = 256
 """Longer side to which a colour mask is reduced before its colours are counted."""
+LONGEST_SIDE = 100_000
+LARGEST_RATIO = 5_000
+"""Of the longer side to the shorter. Memory and time grow with the length of a strip, however few pixels it has; with
+these limits and that on pixels they are bounded. Photographs, panoramas and line scans stay far below."""
 
 
 class FileError(UserError):
@@ -66,20 +70,50 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
     The EXIF orientation is applied, because annotation tools apply it: a mask fits the image as shown.
     """
-    image = ImageOps.exif_transpose(image)
+    return _made_rgb(image.copy())
+
+
+def _made_rgb(image: Image.Image) -> Image.Image:
+    """`as_rgb` of an image that nobody else has, without a second copy of its pixels."""
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "I" or image.mode.startswith("I;16"):
         image = Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8))
     elif image.mode == "F":
         raise UserError("an image with floating-point pixels has no known range; save it with 8 bits per channel")
     elif "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert("RGB")
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def require_size(where: PathLike, width: int, height: int, most_pixels: int | None = None) -> None:
+    """Refuse an image that could take memory or time without bound; `where` is its file, or names it.
+
+    most_pixels: by default Pillow's limit against decompression bombs, which PIL.Image.MAX_IMAGE_PIXELS sets.
+    """
+    most = most_pixels or 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    if most and width * height > most:
+        raise _too_many_pixels(where, most_pixels)
+    short, long = sorted((width, height))
+    if long > LONGEST_SIDE or long > LARGEST_RATIO * short:
+        raise FileError(
+            where,
+            f"it is {width}×{height} pixels; the longer side may have at most {LONGEST_SIDE:,}, and at most "
+            f"{LARGEST_RATIO:,} times as many as the shorter",
+            "cut it into pieces",
+        )
+
+
+def _too_many_pixels(where: PathLike, most_pixels: int | None) -> FileError:
+    most = most_pixels or 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    remedy = "shrink or cut it" if most_pixels else "shrink or cut it, or raise PIL.Image.MAX_IMAGE_PIXELS in Python"
+    return FileError(where, f"it has more than {most:,} pixels, the most that are read here", remedy)
 
 
 def read_image(path: PathLike) -> Image.Image:
     """Return the image as RGB, see `as_rgb`."""
     with _opened(path) as image:
-        return as_rgb(image)
+        return _made_rgb(image)
 
 
 def image_size(path: PathLike) -> tuple[int, int]:
@@ -123,26 +157,15 @@ def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int
         full = image.size
         image.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size, which takes less memory
         turned = _is_sideways(image)
-        preview = as_rgb(image)
+        preview = _made_rgb(image)
     preview.thumbnail((side, side))
     return preview, full[::-1] if turned else full
 
 
 def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
-    """Decode bytes as an RGB image with Pillow's decoders `formats`; `name` stands for the file in errors.
-
-    The size is read from the header and refused before anything is decoded.
-    """
-    too_large = FileError(name, f"it has more than {most_pixels:,} pixels, the limit here", "shrink or cut it")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is the stricter
-            with _opened(name, io.BytesIO(content), formats) as image:
-                if image.width * image.height > most_pixels:
-                    raise too_large
-                return as_rgb(image)
-    except FileError as error:
-        raise too_large if isinstance(error.__cause__, Image.DecompressionBombError) else error from error.__cause__
+    """Decode bytes as an RGB image with Pillow's decoders `formats`; `name` stands for the file in errors."""
+    with _opened(name, io.BytesIO(content), formats, most_pixels) as image:
+        return _made_rgb(image)
 
 
 def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarray:
@@ -325,17 +348,28 @@ def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[st
 
 @contextmanager
 def _opened(
-    path: PathLike, stream: IO[bytes] | None = None, formats: tuple[str, ...] | None = None
+    path: PathLike,
+    stream: IO[bytes] | None = None,
+    formats: tuple[str, ...] | None = None,
+    most_pixels: int | None = None,
 ) -> Iterator[Image.Image]:
     """Open an image file; every error of opening and decoding becomes a FileError.
 
-    Where there is a stream it is read instead, and `path` only names it.
+    Where there is a stream it is read instead, and `path` only names it. The size is read from the header and checked
+    before anything is decoded, see `require_size`.
     """
     try:
-        with Image.open(path if stream is None else stream, formats=formats) as image:
+        with warnings.catch_warnings():
+            # Pillow warns from half of its limit on; what lies between is large but is read.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(path if stream is None else stream, formats=formats)
+        with opened as image:
+            require_size(path, image.width, image.height, most_pixels)
             yield image
     except FileError:
         raise
+    except Image.DecompressionBombError as error:
+        raise _too_many_pixels(path, most_pixels) from error
     except FileNotFoundError:
         raise FileError(path, "no such file", "restore it, or take its name off the list", MISSING) from None
     except UnidentifiedImageError as error:  # Pillow's message repeats the path, or of bytes gives an address

@@ -9,7 +9,7 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,8 @@ class Models:
         sizes = [model.test_size for model in self._known if model.dataset == Shapes.info.name]
         if not sizes:
             return []
-        scenes = Shapes(val_size=_SAMPLES, image_size=max(384, *sizes))  # sharp on the screen
+        side = min(LONGEST_SIDE, max(384, *sizes))  # sharp on the screen
+        scenes = Shapes(val_size=_SAMPLES, image_size=side)
         pictures = []
         for index in range(_SAMPLES):
             stream = io.BytesIO()
@@ -118,11 +119,12 @@ class Models:
     def has(self, model: int, step: int) -> bool:
         return 0 <= model < len(self._known) and step in self._known[model].steps
 
-    def answer(self, content: bytes, model: int, step: int) -> bytes:
-        """What a step of a model says of an image file, see `encode`."""
+    def answer(self, content: bytes, model: int, step: int, seconds: float = math.inf) -> bytes:
+        """What a step of a model says of an image file, see `encode`; given up after so many seconds."""
+        deadline = time.monotonic() + seconds
         image = decode_image(content, "the image", tuple(FORMATS.values()), MOST_PIXELS)
         size = image.size
-        predictor = self._predictor(model, step)
+        predictor = replace(self._predictor(model, step), deadline=deadline)
         if not predictor.test_size:
             image.thumbnail((_LONGEST_SEEN, _LONGEST_SEEN))
         began = time.perf_counter()

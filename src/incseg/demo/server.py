@@ -61,15 +61,17 @@ _HEADERS = {
 class Limits:
     """What clients may send and hold.
 
-    upload_bytes:  of an image file.
-    read_seconds:  for a whole request to arrive.
-    write_seconds: for an answer to be taken.
-    connections:   open at once; more are turned away.
-    uploads:       in memory at once, one of them being predicted; more are told to come again.
+    upload_bytes:    of an image file.
+    read_seconds:    for a whole request to arrive.
+    predict_seconds: for a prediction, and for those before it to end.
+    write_seconds:   for an answer to be taken.
+    connections:     open at once; more are turned away.
+    uploads:         in memory at once, one of them being predicted; more are asked to come again.
     """
 
     upload_bytes: int = 20 << 20
     read_seconds: float = 20.0
+    predict_seconds: float = 60.0
     write_seconds: float = 20.0
     connections: int = 32
     uploads: int = 6
@@ -257,11 +259,14 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _predict(self, content: bytes, model: int, step: int) -> bytes:
-        with self.server.predicting:
+        seconds = self.server.limits.predict_seconds
+        if not self.server.predicting.acquire(timeout=seconds):
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many images at once; try again", Retry_After="2")
+        try:
             if self.server.closing:
                 raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping")
             try:
-                return self.server.models.answer(content, model, step)
+                return self.server.models.answer(content, model, step, seconds)
             except FileError as error:
                 raise _Refused(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error.fault}; {error.remedy}") from error
             except UserError as error:  # may name files of this machine
@@ -273,6 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(
                     HTTPStatus.INSUFFICIENT_STORAGE, "not enough memory for this image; shrink it"
                 ) from error
+        finally:
+            self.server.predicting.release()
 
     def _answer(self, answer: Callable[[], None]) -> None:
         """Checks the Host header first; whatever goes wrong becomes one line for the client."""

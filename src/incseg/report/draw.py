@@ -22,6 +22,7 @@ OVERLAY_SIDES = (480, 2400)
 """Smaller images are enlarged, larger ones reduced, so that the longer side of an overlay lies between these."""
 _THINNEST = 24  # narrower pictures show nothing, so they are drawn wider than in proportion
 _OPACITY = 0.5
+_AT_ONCE = 1 << 20  # pixels that are made floats of at once
 _PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (120, 120, 120)
 
 
@@ -42,8 +43,16 @@ def viridis() -> np.ndarray:
 
 def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
     """Return (H, W) in [0, 1] as viridis, 0 dark and 1 bright: an indexed image whose pixels hold round(255 u)."""
-    levels = np.rint(np.clip(uncertainty, 0, 1) * 255).astype(np.uint8)
+    levels = np.empty(uncertainty.shape, dtype=np.uint8)
+    rows = max(1, _AT_ONCE // max(1, uncertainty.shape[1]))
+    for start in range(0, len(levels), rows):
+        levels[start : start + rows] = np.rint(np.clip(uncertainty[start : start + rows], 0, 1) * 255)
     return palette_image(levels, viridis())
+
+
+def label_counts(labels: np.ndarray, number: int) -> list[int]:
+    """Return how many pixels of (H, W) uint8 have each of so many labels; numpy would make a number of each first."""
+    return Image.fromarray(labels).histogram()[:number]
 
 
 def overlay(image: Image.Image, labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> Image.Image:
@@ -104,8 +113,8 @@ class _Entry:
 
 
 def _entries(labels: np.ndarray, palette: np.ndarray, names: Sequence[str]) -> list[_Entry]:
-    """Return the labels present, largest first; background, which is not coloured, last."""
-    counts = np.bincount(labels.ravel(), minlength=len(names)).tolist()
+    """Return the labels present, largest first; the background, which is not coloured, last."""
+    counts = label_counts(labels, len(names))
     present = [label for label, count in enumerate(counts) if count]
     entries = []
     for label in sorted(present, key=lambda label: (label == BACKGROUND, -counts[label])):
