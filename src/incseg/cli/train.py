@@ -7,8 +7,9 @@ import sys
 
 from incseg.cli.settings import parse_run
 from incseg.config import OWN_PHOTOGRAPHS
-from incseg.engine.progress import figures_line, percent
+from incseg.engine.progress import figures_line
 from incseg.engine.runtime import is_main_process
+from incseg.metrics import percent
 from incseg.run import fit_size, train
 
 HELP = "train a model step by step; repeat the command to resume an interrupted run"

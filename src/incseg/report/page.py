@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from incseg.engine.rundir import RunDir
 from incseg.io import read_json
-from incseg.metrics import FIGURES
+from incseg.metrics import FIGURES, percent
 from incseg.report import figures
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.report.runs import BROKEN, RunRecord
@@ -132,7 +132,7 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
         blocks = _extension(RunDir(record.folder))
         if not blocks:
             ious = record.rows[-1]["iou"].items()
-            rows = [[name, "–" if share is None else f"{share:.1f}"] for name, share in ious]
+            rows = [[name, percent(share)] for name, share in ious]
             blocks = [Block("IoU on held-back photographs", tables=[HtmlTable(["class", "IoU"], rows)])]
         sections.append(PageSection(record.folder.name or str(record.folder), blocks))
     return sections
@@ -251,9 +251,8 @@ def unfinished_section(records: Sequence[RunRecord]) -> PageSection | None:
     rows = []
     for record in (record for record in records if not record.finished and record.rows):
         last = record.rows[-1]
-        values = [f"{last[name]:.1f}" if last[name] is not None else "–" for name in FIGURES]
         label = f"{record.dataset} {record.task} {record.setting}, `{record.method}`, seed {record.seed}"
-        rows.append([label, f"{len(record.rows)} of {record.num_steps}", *values])
+        rows.append([label, f"{len(record.rows)} of {record.num_steps}", *(percent(last[name]) for name in FIGURES)])
     if not rows:
         return None
     heading = ["run", "steps done", *(name.capitalize() for name in FIGURES)]
