@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from incseg.cli.main import add_common
 from incseg.engine.rundir import model_file
 from incseg.io import require_file_name, require_known
 from incseg.methods.analytic import Analytic
@@ -15,10 +16,10 @@ HELP = "remove classes from a model, without training or images"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
+    add_common(parser, "model")
     parser.add_argument("--classes", required=True, metavar="NAMES", help='for example "helmet,vest"')
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .safetensors model to write")
-    parser.add_argument("--step", type=int, metavar="K", help="step of the run (default: the last)")
+    add_common(parser, "--step")
     parser.epilog = (
         "Without a class that was solved in closed form, the model is as if the class had always been background. Of a "
         "class that was trained by SGD only the output is removed; the features of the network may still represent it."

@@ -107,10 +107,10 @@ class WarmStart:
         """
         own = self.model.config
         for field in dataclasses.fields(ModelConfig):
-            asked, there = (_comparable(getattr(c, field.name)) for c in (config, own))
-            if asked != there and field.name not in ("weights", "freeze_backbone"):
+            given, saved = (_comparable(getattr(c, field.name)) for c in (config, own))
+            if given != saved and field.name not in ("weights", "freeze_backbone"):
                 raise UserError(
-                    f"model.{field.name} is {asked}, but the model '{self.file}' has {there}; leave it out, because "
+                    f"model.{field.name} is {given}, but the model '{self.file}' has {saved}; leave it out, because "
                     "only model.freeze_backbone may differ"
                 )
         own.freeze_backbone = config.freeze_backbone
