@@ -253,7 +253,7 @@ def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
         raise UserError("data.presence counts classes as the dataset does, not as a model to begin with; leave it out")
     warm_start = WarmStart.open(config.start, method, config.method["name"])
     if isinstance(method, Analytic):
-        warm_start.learn_further(config.task, method.config.ridge)
+        warm_start.learn_further(config.task)
     return warm_start
 
 

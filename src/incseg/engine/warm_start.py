@@ -28,13 +28,13 @@ class WarmStart:
     """A model ready to be extended by a method.
 
     about:    what its file tells of its origin.
-    improved: classes that it knows and that the run improves; `model` has them no more.
+    improved: classes that it knows and that the run improves, with their ids and colours; `model` has them no more.
     """
 
     file: Path
     model: Segmenter
     about: dict[str, Any]
-    improved: list[str] = dataclasses.field(default_factory=list)
+    improved: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def open(path: str, method: Method, method_name: str) -> WarmStart:
@@ -66,21 +66,23 @@ class WarmStart:
             model = converted
         return WarmStart(file, model, about)
 
-    def learn_further(self, task: str, ridge: float) -> list[str]:
+    def learn_further(self, task: str) -> list[str]:
         """Make the classes of a task new again that were solved in closed form: their sums wait for more images.
 
         Returns their names. All other classes stay; one that was trained is not learnt further.
         """
         solved = {name for increment in self.model.increments if increment.solved for name in increment.classes}
         named = [task] if task in solved else [name.strip() for name in task.split(",")]
-        again = [name for name in named if name in solved]
+        again = [name for name in dict.fromkeys(named) if name in solved]
         if again and len(again) == len(self.classes):
             raise UserError(f"'{task}' names all classes of the model '{self.file}'; leave one that it keeps")
         for name in again:
-            label = self.model.remove(name, ridge, to_learn_further=True)
+            ids = [BACKGROUND, *(i for increment in self.model.increments for i in increment.ids)]
+            colours = self.colours.tolist()
+            label = self.model.remove(name, to_learn_further=True)
+            self.improved[name] = ids[label], colours[label]
             if label < len(self.about.get("palette", [])):
                 del self.about["palette"][label]
-        self.improved = again
         return again
 
     @property
@@ -95,8 +97,8 @@ class WarmStart:
         return kept if kept.shape == (len(ids), 3) else voc_palette()[ids]
 
     def extended(self, source: Source, task: str) -> Extended:
-        """A dataset in this model's ids, with the new classes of `task` behind them."""
-        return Extended(source, self.model.increments, task, self.colours)
+        """A dataset in this model's ids, with the new classes of `task` behind them, but for those it knew before."""
+        return Extended(source, self.model.increments, task, self.colours, self.improved)
 
     def network(self, config: ModelConfig, size: int = 0) -> Segmenter:
         """The model; `config` must be its own, but for the backbone, which may be frozen or not from now on.
