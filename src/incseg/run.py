@@ -252,7 +252,7 @@ def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
         raise UserError("data.presence uses the class numbers of the dataset, not those of the model; leave it out")
     warm_start = WarmStart.open(config.start, method, config.method["name"])
     if isinstance(method, Analytic):
-        warm_start.learn_further(config.task, method.config.ridge)
+        warm_start.learn_further(config.task)
     return warm_start
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from incseg.cli.main import add_common
 from incseg.engine.rundir import model_file
 from incseg.io import require_file_name, require_known
-from incseg.methods.analytic import Analytic
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.types import UserError
 
@@ -40,13 +39,16 @@ def run(args: argparse.Namespace) -> int:
         require_known("class", name, known)
     if not names or len(set(names)) == len(known):
         raise UserError(f"'{args.classes}' names all classes or none; choose some of {', '.join(known)}")
-    ridge = float((about.get("method") or {}).get("ridge", Analytic.Config.ridge))
+    touched: list[str] = []
     for name in dict.fromkeys(names):
-        label = model.remove(name, ridge)
+        touched += model.solved_against(name)
+        label = model.remove(name)
         if label < len(about.get("palette", [])):
             del about["palette"][label]
     save_segmenter(args.out, model, about)
     left = [name for increment in model.increments for name in increment.classes]
     print(f"{args.out} knows {len(left)} classes: {', '.join(left)}")
+    if near := [name for name in left if name in touched]:
+        print(f"{', '.join(near)}: solved with or after it, so where it was they may change a little; all else stays")
     print(f"next: incseg predict {args.out} IMAGE… --out DIR")
     return 0

@@ -137,8 +137,8 @@ def read_increment(fields: dict[str, Any]) -> Increment:
     head = fields.get("head", 0)
     if type(head) is not int or head < 0:
         raise ValueError(f"its head is {head!r}")
-    solved = bool(fields.get("solved", False))
-    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head, solved)
+    solved, beside = (bool(fields.get(name, False)) for name in ("solved", "beside"))
+    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head, solved, beside)
 
 
 def _read_shrinks(text: str) -> list[int]:
