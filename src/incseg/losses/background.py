@@ -51,6 +51,4 @@ def fold_new_into_background(logits: Tensor, num_old: int) -> Tensor:
 
 def _require_outputs(logits: Tensor, num_old: int) -> None:
     if not 1 <= num_old <= logits.shape[1]:
-        raise ValueError(
-            f"num_old is {num_old}; it includes background, so give 1 to {logits.shape[1]}, the number of outputs"
-        )
+        raise ValueError(f"num_old is {num_old}; it must be from 1 (background) to all {logits.shape[1]} outputs")
