@@ -16,7 +16,7 @@ from incseg.config import OWN_PHOTOGRAPHS
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
 from incseg.inference import Predictor, load
-from incseg.io import read_record
+from incseg.io import read_record, trust_named
 from incseg.methods.base import Method
 from incseg.metrics import FIGURES
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words
@@ -111,6 +111,7 @@ def train(
     """
     named = {"data": data, "root": _path(root), "task": _task(task), "method": _name(method), "out": _path(out)}
     given = by_dotted_name({**settings, **{name: value for name, value in named.items() if value is not None}})
+    trust_named(value for value in given.values() if isinstance(value, str))
     with _output(quiet):
         config = resolve(given)
         if config.preset == OWN_PHOTOGRAPHS and not extension.SIZES & given.keys():
@@ -156,6 +157,7 @@ def extend(
     """
     file = model.folder if isinstance(model, Run) else model.info["file"] if isinstance(model, Predictor) else model
     given = by_dotted_name(settings)
+    trust_named(value for value in (*given.values(), data, _name(method)) if isinstance(value, str))
     for name in given:
         if not name.startswith(extension.SETTINGS):
             raise UserError(f"unknown setting '{name}' of an extension; allowed are {', '.join(extension.SETTINGS)}")
