@@ -17,10 +17,10 @@ import importlib
 import json
 import os
 import re
+import secrets
 import socket
 import stat
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -139,13 +139,12 @@ def replacing(path: Path) -> Iterator[Path]:
     prefix, temporary = f".{path.name}.", None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        made = path.parent / f"{prefix}{secrets.token_hex(4)}.tmp"
+        made.touch(0o666, exist_ok=False)  # less what the umask takes away, as any new file
+        temporary = made
         yield temporary
         with temporary.open("rb+") as written:  # Windows flushes only what is open for writing
             os.fsync(written.fileno())
-        temporary.chmod(0o644)
         os.replace(temporary, path)
     except OSError as error:
         if error.filename is not None and os.path.basename(os.fsdecode(error.filename)).startswith(prefix):
@@ -154,6 +153,18 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def remove_temporary(folder: Path, *names: str) -> None:
+    """Delete what a killed process was writing in a folder under these names, which may be patterns; nothing else."""
+    for name in names:
+        for left in folder.glob(f".{name}.*.tmp"):
+            left.unlink(missing_ok=True)
+
+
+def is_hidden_own(name: str, files: Iterable[str]) -> bool:
+    """Return whether a name in a folder is that of its lock, or of a temporary file of one of `files`."""
+    return name in (".lock", ".lock-holder") or any(re.fullmatch(rf"\.{re.escape(f)}\..*\.tmp", name) for f in files)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -62,20 +62,20 @@ def require_types(kind: type, values: Mapping[str, Any]) -> None:
     """
     hints = get_type_hints(kind)
     for name, value in values.items():
-        if name in hints and not _is_a(value, hints[name]):
+        if name in hints and not is_a(value, hints[name]):
             raise TypeError(f"'{name}' holds {value!r}")
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def is_a(value: Any, hint: Any) -> bool:
     """Return whether a value from YAML, which has lists only, can stand where a dataclass has this type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_is_a(value, part) for part in parts)
+        return any(is_a(value, part) for part in parts)
     if origin is Literal:
         return value in parts
     if origin is tuple:
         kinds = parts[:1] * len(value) if isinstance(value, list) and parts[-1] is ... else parts
-        return isinstance(value, list) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(is_a, value, kinds))
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

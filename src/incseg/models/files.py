@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,8 @@ from incseg.io import load_tensors, require_named_by_user, require_plain, tensor
 from incseg.models.backbones import BACKBONES
 from incseg.models.closed_form import ClosedForm
 from incseg.models.segmenter import ModelConfig, Segmenter
-from incseg.settings import require_types
+from incseg.outputs.evidential import Rectifier
+from incseg.settings import is_a, require_types
 from incseg.types import MAX_CLASSES, Increment, UserError
 
 FORMAT = "incseg-model"
@@ -118,6 +119,8 @@ class _Description:
             raise ValueError(f"its background output is {values['background_output']!r}")
         increments = [read_increment(fields) for fields in values["increments"]]
         check_increments(increments)
+        if increments and not increments[0].classes and not values["background_output"]:
+            raise ValueError("its first increment has no classes")
         check_extra(values["extra"])
         for key in ("shrinks", "sizes"):
             _check_shrinks(values[key])
@@ -158,13 +161,21 @@ class _Description:
     def _closed_form(self, model: Segmenter, header: _Header) -> ClosedForm:
         """Its random features are drawn, not read, so that their size is compared with the file first."""
         about = self.closed_form or {}
-        size, gram = int(about["columns"]) + 1, header.get(f"heads.{len(model.heads)}.gram")
-        if list(about["widths"]) != model.widths_read or gram is None or gram[1] != (size * (size + 1) // 2,):
-            raise ValueError(f"its closed form has {about['columns']} columns and widths {about['widths']}")
-        if not isinstance(about.get("waiting", []), list) or len(about.get("waiting", [])) > MAX_CLASSES:
+        for name, kind, least, most in (
+            ("head", int, 1, MAX_CLASSES), ("columns", int, 1, 2**14), ("seed", int, 0, 2**32 - 1),
+            ("labels", int, 1, MAX_CLASSES + 1), ("embedding", float, 0, 1e6), ("sgd_share", float, 0, 1),
+        ):  # fmt: skip
+            value = about[name]
+            if not is_a(value, kind) or not least <= value <= most:
+                raise ValueError(f"the {name} of its closed form is {value!r}; it is from {least} to {most}")
+        if about["rectifier"] not in get_args(Rectifier):
+            raise ValueError(f"the rectifier of its closed form is {about['rectifier']!r}")
+        waiting = about.get("waiting", [])
+        if not isinstance(waiting, list) or len(waiting) > MAX_CLASSES:
             raise ValueError("the classes that wait are not a list of names")
-        if not (type(about["labels"]) is int and 1 <= about["labels"] <= MAX_CLASSES + 1):
-            raise ValueError(f"its closed form has {about['labels']!r} labels")
+        size, gram = about["columns"] + 1, header.get(f"heads.{len(model.heads)}.gram")
+        if about["widths"] != model.widths_read or gram is None or gram[1] != (size * (size + 1) // 2,):
+            raise ValueError(f"its closed form has {about['columns']} columns, which does not fit its tensors")
         return ClosedForm.from_about(about)
 
 
@@ -270,10 +281,10 @@ def check_extra(extra: dict[str, Any]) -> None:
     colours = extra.get("palette", [])
     if not (isinstance(colours, list) and all(isinstance(c, list) and len(c) == 3 for c in colours)):
         raise ValueError("its palette is not a list of colours")
-    if len(colours) > 256 or not all(
-        type(value) is int and 0 <= value <= 255 for colour in colours for value in colour
-    ):
-        raise ValueError("its palette has more than 256 colours, or its colours are not from 0 to 255")
+    if len(colours) > 256:
+        raise ValueError(f"its palette has {len(colours)} colours; 256 is the most")
+    if not all(type(value) is int and 0 <= value <= 255 for colour in colours for value in colour):
+        raise ValueError("its colours are not from 0 to 255")
     size = extra.get("test_size", 0)
     if type(size) is not int or not 0 <= size <= MOST_TEST_SIZE:
         raise ValueError(f"its test size is {size!r}; it is from 0 to {MOST_TEST_SIZE}")
