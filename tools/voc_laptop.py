@@ -2,8 +2,8 @@
 
 First the method of the paper, then the rivals, then `analytic`.
 
-A list of runs for the queue of `incseg sweep`: finished ones are passed over, interrupted ones go on, a base step is
-trained once, and `incseg sweep status` tells how far they are. Two at a time with one thread each by default, which on
+A list of runs for `incseg sweep`: finished ones are passed over, interrupted ones go on, a base step is trained once,
+and `incseg sweep status` shows how far they are. Two at a time with one thread each by default, which on
 two cores that others use too is faster than one with two. `make results` writes the tables from the run folders, at any
 time, and keeps what they say in results/; --missing leaves out what is there already.
 """
@@ -23,11 +23,10 @@ from typing import Any
 
 from incseg.cli.settings import parse_run
 from incseg.config import require_same_settings, usual_settings
-from incseg.engine.queue import Queue
 from incseg.engine.rundir import RunDir, flatten
-from incseg.engine.workers import Workers
 from incseg.report.runs import optional_settings, read_runs
-from incseg.run import add_jobs, job_of
+from incseg.sweep.local import Local
+from incseg.sweep.plan import job_of, make_runs
 from incseg.types import UserError
 
 SEEDS = (42, 1337, 2001)
@@ -201,10 +200,7 @@ def retest(folder: Path, root: str, threads: int) -> None:
 
 
 def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> list[str]:
-    """Put the runs that are not finished into the queue of `out`, and work on them, in this order.
-
-    Returns the names of those that did not finish: each has said why, or another worker is at it.
-    """
+    """Make the runs that are not finished, in this order, and return the names of those that failed."""
     common = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
     jobs = []
     for one in runs:
@@ -217,8 +213,7 @@ def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> 
         except UserError as error:
             print(f"{one.name}: not run, {error}")
     if jobs:
-        add_jobs(Queue(out), jobs)
-        Workers(out, workers, only=[job.name for job in jobs]).work()
+        make_runs(out, jobs, Local(workers))
     return [job.name for job in jobs if not RunDir(out / job.name).results.exists()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,8 @@ from incseg.config import (
     OWN_PHOTOGRAPHS,
     DataConfig,
     RunConfig,
-    base_key,
-    differing_settings,
     load_run_config,
     open_run,
-    require_same_settings,
     training_recipe,
 )
 from incseg.data import build_source
@@ -34,7 +31,6 @@ from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.forgetting import measure_forgetting
 from incseg.engine.progress import counting, log, log_file, log_rows, showing
-from incseg.engine.queue import Job, Queue
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything, started
 from incseg.engine.step_cache import StepCache
@@ -291,8 +287,11 @@ def _workers(asked: int | None, source: Source, runtime: Runtime) -> int:
     return source.default_workers(runtime.world) if asked is None else asked
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run an experiment from wherever its folder stands to the end; returns what results.json holds."""
+def train(config: RunConfig, only_step_0: bool = False) -> dict[str, Any]:
+    """Run an experiment from wherever its folder stands to the end, and return the content of results.json.
+
+    only_step_0: stop after step 0, return nothing, and leave the rest to a later call.
+    """
     with (
         showing(),
         started(config.device, config.precision, config.threads) as runtime,
@@ -322,8 +321,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         board = TensorBoard(folder.tensorboard if runtime.is_main else None)
         trainer = _trainer(config, setup, method, model, loaders, runtime, folder, board)
         with contextlib.closing(board):
-            results = trainer.run()
-        if setup.warm_start is not None and runtime.is_main:
+            results = trainer.run(only_step_0)
+        if results and setup.warm_start is not None and runtime.is_main:
             improved = setup.warm_start.file if setup.warm_start.improved else None
             last = setup.protocol.steps[-1]
             measure_forgetting(folder, last, loaders, config.method, config.eval, runtime, improved)
@@ -390,24 +389,6 @@ def _recipe(
     if config.train.frozen_later == "model":  # new classes see images of the test's size, and may be calibrated on them
         later["test"] = [config.eval.size, setup.source.fingerprint(setup.test_split), setup.test_images]
     return lambda step: {**fixed, **(later if step else {}), **training_recipe(config, method, step)}
-
-
-def job_of(config: RunConfig, name: str) -> Job:
-    """Return a run as a queue takes it, under `name` in the queue's folder."""
-    return Job(name, {key: value for key, value in config.as_dict().items() if key != "out"}, base_key(config))
-
-
-def add_jobs(queue: Queue, jobs: Iterable[Job]) -> None:
-    """Put runs into a queue; where one of the same name is there already, it must have the same settings."""
-    jobs, queued = list(jobs), {job.name: job.config for job in queue.jobs()}
-    for job in jobs:
-        require_same_settings(queue.run(job.name), job.config)
-        if job.name in queued and (differing := differing_settings(queued[job.name], job.config)):
-            raise UserError(
-                f"{job.name} is in the queue with other settings ({differing}); choose another --out, or delete "
-                f"{queue.folder(job.name)}"
-            )
-    queue.add(jobs)
 
 
 def evaluate(

@@ -24,6 +24,8 @@ _EXTRAS = {
     "tensorboard": ("tensorboard",),
     "timm": ("timm",),
     "onnx": ("onnx", "onnxruntime"),
+    "ray": ("ray",),
+    "slurm": ("submitit",),
 }
 """Optional parts of incseg and the packages they bring."""
 _REQUIRED = (
