@@ -29,14 +29,15 @@ from incseg.io import read_tensors, tensors_digest, write_compact_json
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 OLD, NEW = ("skin", "hair"), ("bag",)
 SIZE = 224
-AT_ONCE = (1, 2, 4)
+AT_ONCE = ((1, False), (1, True), (2, False), (4, False))
+"""How many at a time, and whether their features are cached."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ccp", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--photographs", type=int, default=40)
+    parser.add_argument("--photographs", type=int, default=24)
     args = parser.parse_args()
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
@@ -49,21 +50,23 @@ def main() -> None:
     at_once(work, [("base-cache", train)])
     measured: list[dict[str, Any]] = []
     digests = set()
-    for number in AT_ONCE:
-        for cached in (False, True):
-            outs = [f"{number}-{tenant}-{'cached' if cached else 'first'}" for tenant in range(number)]
-            commands = [
-                (
-                    f"cache-{number}-{tenant}",
-                    ["extend", "base", "--root", "new-photographs", "--classes", ",".join(NEW), "--size", str(SIZE),
-                     "--out", out],
-                )
-                for tenant, out in enumerate(outs)
-            ]  # fmt: skip
-            found = at_once(work, commands)
-            digests |= {digest(work / out) for out in outs}
-            measured.append({"at_once": number, "features_cached": cached, **found})
-            print(measured[-1], flush=True)
+    for number, cached in AT_ONCE:
+        outs = [f"{number}-{tenant}-{'cached' if cached else 'first'}" for tenant in range(number)]
+        extend = [
+            "extend",
+            "base",
+            "--root",
+            "new-photographs",
+            "--classes",
+            ",".join(NEW),
+            "--size",
+            str(SIZE),
+            "--out",
+        ]
+        found = at_once(work, [(f"cache-{number}-{tenant}", [*extend, out]) for tenant, out in enumerate(outs)])
+        digests |= {digest(work / out) for out in outs}
+        measured.append({"at_once": number, "features_cached": cached, **found})
+        print(measured[-1], flush=True)
     model = sorted((work / "1-0-first" / "steps").glob("*/model.safetensors"))[-1]
     cache = sum(file.stat().st_size for file in (work / "cache-1-0").rglob("*") if file.is_file())
     record = {

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import signal
 import tarfile
-import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from incseg.io import cache_path, read_json, read_record, write_text
+from incseg.io import cache_path, read_json, read_record, replacing, write_text
 from incseg.sweep.attempt import PROGRAM, Attempts, Outcome
 from incseg.sweep.folder import Job, Sweep, Task
 from incseg.types import UserError
@@ -164,23 +164,20 @@ def _pack(root: Path, folders: Sequence[Path]) -> bytes:
 
 
 def unpack(packed: bytes, root: Path) -> None:
-    """Write files below `root`; what says that a run or a step is finished comes last, and each file is whole."""
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar, tempfile.TemporaryDirectory(dir=_made(root)) as temporary:
-        tar.extractall(temporary, filter="data")
-        files = [file for file in Path(temporary).rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: _LAST.index(file.name) if file.name in _LAST else -1):
-            place = root / file.relative_to(temporary)
-            os.replace(file, _made(place.parent) / place.name)
+    """Write files below `root`, each whole or not at all; what says that a run or a step is finished comes last."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        order = {name: place for place, name in enumerate(_LAST, start=1)}
+        for member in sorted(tar.getmembers(), key=lambda member: order.get(Path(member.name).name, 0)):
+            place, content = root / member.name, tar.extractfile(member)
+            if content is None or not place.resolve().is_relative_to(root.resolve()):
+                raise UserError(f"a node sent '{member.name}', which is not a file of a run; check the cluster")
+            with replacing(place) as temporary, temporary.open("wb") as written:
+                shutil.copyfileobj(content, written)
 
 
 _LAST = ("row.json", "step.json", "results.json")
 _OWN = ("job.json", "run.yaml")
 """What each side has of its own."""
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _read(file: Path) -> str | None:
