@@ -167,6 +167,21 @@ def test_flags_that_an_engine_does_not_have_are_refused(
     assert not Path("nowhere").exists()
 
 
+@pytest.mark.parametrize(("engine", "package", "extra"), [("ray", "ray", "ray"), ("slurm", "submitit", "slurm")])
+def test_an_engine_that_is_not_installed_names_its_extra(
+    root: Path,
+    engine: str,
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    Sweep(root).add(jobs("a"))
+    assert main(["sweep", "--out", str(root), "--on", engine]) == 2
+    assert f"pip install 'incseg[{extra}]'" in capsys.readouterr().err
+
+
 # --- the runs ------------------------------------------------------------------------------------------------
 
 

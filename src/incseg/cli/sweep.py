@@ -39,15 +39,12 @@ _STYLES = {"done": "green", "running": "bold", "waiting": "dim", "failed": "red"
 _DESCRIPTION = """Train every combination of the given values, each run in its own folder under --out.
 
 Every setting of incseg train takes several values, separated by commas: --method evidential,mib
---task 15-5,15-1 --setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. Values in
-brackets, tasks of class names (cat,dog/bird) and names of files are not split. A step that several
-runs share is trained once, before them; --reuse false trains it in every run.
+--task 15-5,15-1 --seed 42,1337 --train.lr_later 0.01,0.02. Values in brackets, tasks of class names
+(cat,dog/bird) and names of files are not split. A step that several runs share is trained once,
+before them; --reuse false trains it in every run.
 
 Repeat the command to resume after an interruption. With --out alone it resumes the runs in that
-folder. incseg sweep status DIR prints a table of all runs and their progress.
-
---on ray uses a Ray cluster (pip install 'incseg[ray]'), --on slurm submits jobs to SLURM (pip
-install 'incseg[slurm]'). Run folders, data and INCSEG_CACHE should be on a disk that all nodes share."""
+folder. incseg sweep status DIR prints a table of all runs and their progress."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (required)")
-    parser.add_argument(
-        "--jobs", "--workers", type=int, metavar="N", help="runs at a time (default: 1; with --on, as many as fit)"
-    )
+    parser.add_argument("--jobs", "--workers", type=int, metavar="N", help="runs at a time (default: 1; on SLURM, all)")
     parser.add_argument(
         "--spec", metavar="FILE", help="YAML file of settings, with a list for several values; or a list of such blocks"
     )

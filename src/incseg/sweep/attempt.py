@@ -81,7 +81,7 @@ class Attempts:
             return "done"
         if code == IN_USE:
             return "busy"
-        if self.stop.is_set() or code == INTERRUPTED:
+        if self.stop.is_set() or code in (INTERRUPTED, -signal.SIGTERM):
             return "stopped"
         sweep.fail(job, reason_of(code, log.read_bytes()[printed:].decode(errors="replace")))
         return "failed"

@@ -5,7 +5,8 @@ ROOT/.sweep/NAME/job.json     place in the list, and the base that the run share
                  run.yaml     its configuration
                  log.txt      what it printed
                  failed.json  why it failed
-ROOT/.sweep/slurm.json        the SLURM job of each task
+ROOT/.sweep/.token            lets a node of Ray see whether it shares this disk
+            .slurm.json       the SLURM job of each task; .slurm/ has what submitit writes
 
 The run folder alone says what is done, and its lock says who works in it: there is nothing to claim. This file imports
 neither torch nor an engine, because the process that only watches a run reads it too.

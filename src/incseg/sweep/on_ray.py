@@ -36,7 +36,7 @@ _SAVE_SECONDS = 90.0
 class Place:
     """What a node must know of the command.
 
-    token: the content of ROOT/.sweep/token: a node that reads the same sees the same disk.
+    token: the content of ROOT/.sweep/.token: a node that reads the same sees the same disk.
     """
 
     root: Path
@@ -71,7 +71,7 @@ class Ray:
             raise UserError("--on ray needs Ray; pip install 'incseg[ray]'") from error
         if not tasks:
             return
-        token, place = uuid.uuid4().hex, sweep.root / ".sweep" / "token"
+        token, place = uuid.uuid4().hex, sweep.root / ".sweep" / ".token"
         if place.exists():
             token = place.read_text(encoding="utf-8")
         else:
@@ -83,7 +83,7 @@ class Ray:
             resources = ray.cluster_resources()
             say(f"Ray: {len([n for n in ray.nodes() if n['Alive']])} nodes, {resources.get('CPU', 0):g} CPUs, "
                 f"{resources.get('GPU', 0):g} GPUs")  # fmt: skip
-            make = ray.remote(max_retries=_RETRIES)(make_on_node)
+            make = ray.remote(max_retries=_RETRIES, retry_exceptions=[InterruptedError])(make_on_node)
             made: dict[Task, Any] = {}
             for task in tasks:
                 needs = self._needs(task.jobs[0], resources)
@@ -123,7 +123,7 @@ class Ray:
 
 def make_on_node(place: Place, task: Task, before: Made | None) -> Made:
     """Do a task on a node of the cluster."""
-    shared = _read(place.root / ".sweep" / "token") == place.token
+    shared = _read(place.root / ".sweep" / ".token") == place.token
     sweep = Sweep(place.root if shared else cache_path("sweeps") / place.token)
     if not shared:
         sweep.add(task.jobs)
@@ -133,6 +133,8 @@ def make_on_node(place: Place, task: Task, before: Made | None) -> Made:
     cwd = place.cwd if place.cwd.is_dir() else None
     attempts = Attempts(sweep, lambda job: variables, place.program, cwd)
     outcome = attempts.perform_in_time(task)
+    if outcome == "stopped":  # not by us: the node is going down
+        raise InterruptedError(f"{task.name} was stopped on its node")
     if shared:
         return Made(outcome)
     if task.is_base:

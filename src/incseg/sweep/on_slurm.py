@@ -77,8 +77,8 @@ class Slurm:
             raise UserError("--on slurm needs submitit; pip install 'incseg[slurm]'") from error
         words = (parameter.partition("=") for parameter in self.parameters)
         given: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, _, value in words}
-        cluster, place = given.pop("cluster", "slurm"), sweep.root.resolve() / ".sweep" / "slurm" / "%j"
-        record = sweep.root / ".sweep" / "slurm.json"
+        cluster, place = given.pop("cluster", "slurm"), sweep.root.resolve() / ".sweep" / ".slurm" / "%j"
+        record = sweep.root / ".sweep" / ".slurm.json"
         ids: dict[str, str] = read_json(record) if record.exists() else {}
         states = {job: submitit.SlurmJob(place, job).state for job in ids.values()} if cluster == "slurm" else {}
         left = [task for task in tasks if states.get(ids.get(task.name, "")) not in _IN_QUEUE]
