@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 BENCH := .venv-bench
 LOWEST := .venv-lowest
+RAY := .venv-ray
 RUNS ?= runs/voc-laptop
 
-.PHONY: demo test lint setup clean results results-shapes bench torture test-lowest
+.PHONY: demo test lint setup clean results results-shapes bench torture test-lowest test-ray
 
 demo: setup
 	$(BIN)/incseg train --data shapes --out runs/demo
@@ -32,6 +33,15 @@ $(LOWEST)/.installed: pyproject.toml tools/lowest.py
 	$(LOWEST)/bin/python tools/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
 	  -e '.[dev,imagenet,tensorboard,onnx]'
+	touch $@
+
+# Sweeps on a Ray cluster of two nodes on this machine. Ray is large, and the test takes a minute.
+test-ray: $(RAY)/.installed
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/test_sweep_ray.py
+
+$(RAY)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,ray]'
 	touch $@
 
 lint: setup
@@ -68,4 +78,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(LOWEST) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,7 +75,8 @@ def test_flags(bash: Complete) -> None:
     assert "--no-check" in bash("incseg", "export", "run", "--")
     assert bash("incseg", "eval", "run", "--save", "--js") == ["--json"]
     assert bash("incseg", "train", "--help") == ["--help", "--help-all"]
-    assert bash("incseg", "sweep", "--work") == ["--workers"]
+    assert bash("incseg", "sweep", "--job") == ["--jobs"]
+    assert bash("incseg", "sweep", "--on", "s") == ["slurm"]
     assert bash("incseg", "sweep", "--method", "evi") == ["evidential"]
     assert "--train.lr" in bash("incseg", "extend", "run", "--train.")
     assert bash("incseg", "predict", "run", "--out", "") == ["bash"], "the file that is there"
