@@ -23,7 +23,9 @@ PASS_UNKNOWN = tuple(f"--{name}" for name in SETTINGS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
-    parser.add_argument("--data", default="folder", metavar="NAME", help="kind of dataset (default: folder)")
+    parser.add_argument(
+        "--data", default="folder", metavar="NAME", help="kind of dataset, auto to find out (default: folder)"
+    )
     parser.add_argument("--root", metavar="DIR", help="its folder: images/, masks/, classes.txt")
     parser.add_argument(
         "--classes", metavar="NAMES", help='such as "helmet,vest" (default: all that the model does not know)'
