@@ -14,7 +14,7 @@ import pytest
 from incseg.cli import main
 from incseg.cli.completion import script
 from incseg.cli.main import COMMANDS
-from incseg.data import SOURCES
+from incseg.data import AUTO, SOURCES
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
 
@@ -62,7 +62,7 @@ def test_commands(bash: Complete) -> None:
 def test_choices(bash: Complete) -> None:
     assert bash("incseg", "train", "--method", "") == list(METHODS)
     assert bash("incseg", "train", "--preset", "") == list(PRESETS)
-    assert bash("incseg", "protocol", "--data", "") == list(SOURCES)
+    assert bash("incseg", "protocol", "--data", "") == [*SOURCES, AUTO]
     assert bash("incseg", "train", "--data", "=", "v") == ["voc"]
     assert bash("incseg", "train", "--reuse", "=") == ["true", "false"]
     assert bash("incseg", "predict", "run", "--backend", "o") == ["onnx"]

@@ -18,12 +18,29 @@ from incseg.data.presence import Progress
 from incseg.data.source import SPLITS, Source, Split
 from incseg.data.writing import Writer, require_new
 from incseg.data.yolo import YoloWriter
+from incseg.types import UserError
 
 WRITERS: dict[str, type[Writer]] = {
     writer.format: writer for writer in (CocoWriter, LabelMeWriter, YoloWriter, CvatWriter, LabelStudioWriter)
 }
 FOLDER = "folder"
+_MOST_TOLERANCE = 100
 FORMATS = (FOLDER, *WRITERS)
+TOLERANCE_HELP = (
+    "how far polygons may be off to have fewer points, which are easier to correct; parts smaller than its square are "
+    "left out (default: 0, exact)"
+)
+
+
+def tolerance(text: str) -> float:
+    """Return a tolerance from the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _MOST_TOLERANCE:
+        raise UserError(f"--tolerance is {text}; give pixels, 0 to {_MOST_TOLERANCE}, such as 1.5")
+    return value
 
 
 def convert(

@@ -121,10 +121,10 @@ def read_labelme(file: Path) -> dict[str, Any] | None:
                         "label with fewer points")  # fmt: skip
     try:
         content = json.loads(text)
-        return content if isinstance(content["shapes"], list) else None
     except BROKEN as error:
         reason = " ".join(str(error).split())[:100]
         raise FileError(file, f"is not a valid file of LabelMe ({reason})", "save it again") from None
+    return content if isinstance(content, dict) and isinstance(content.get("shapes"), list) else None
 
 
 def _ring(kind: str, points: np.ndarray) -> np.ndarray | None:
