@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from incseg.io import load_tensors, require_named_by_user, write_tensors
@@ -80,6 +80,15 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
         raise UserError(f"model file '{path}': its description is damaged ({cause}); save or copy it again") from error
     _fill(path, model, tensors)
     return model.to(device).eval(), extra
+
+
+def carries_sums(path: Path) -> bool:
+    """Return whether a model file holds the sums of the closed form, from its header alone."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "closed_form" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
