@@ -74,10 +74,10 @@ def test_every_setting_of_train_is_explained(capsys: pytest.CaptureFixture[str])
         main(["train", "--help-all"])
     shown = capsys.readouterr().out
     for flag, text in (
-        ("--train.checkpoint_seconds", "how much work an interruption may cost"),
+        ("--train.checkpoint_seconds", "the most work that an interruption loses"),
         ("--method.balancing", "how increments of different size are compared"),
-        ("--data.train_limit", "a try-out, not the protocol"),
-        ("--task", "such as 15-1"),
+        ("--data.train_limit", "for a quick test, not for benchmarks"),
+        ("--task", "for example 15-1"),
         ("--eval.size", "shorter side"),
         ("--model.norm", "batch; group"),
     ):

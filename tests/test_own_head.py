@@ -214,7 +214,7 @@ def test_two_processes_learn_the_same_head(tmp_path: Path) -> None:
 def test_methods_that_share_a_background_cannot_leave_the_model_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot add classes to a frozen model"):
         train(small_config(tmp_path / "run", method={"name": "mib"}, train={"frozen_later": "model"}))
-    with pytest.raises(UserError, match=r"train\.own_head is for train\.frozen_later model"):
+    with pytest.raises(UserError, match=r"train\.own_head needs train\.frozen_later model"):
         small_config(tmp_path / "run", train={"own_head": True})
 
 

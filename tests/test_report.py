@@ -117,7 +117,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         return Drawn(name, caption, "", {})
 
     for module in ("incseg.report.page", "incseg.gallery"):
-        monkeypatch.setattr(f"{module}.keep", named)
+        monkeypatch.setattr(f"{module}.save_figure", named)
 
 
 # --- from run folders alone ----------------------------------------------------------------------------------

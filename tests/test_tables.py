@@ -990,7 +990,7 @@ def test_a_study_of_nothing_but_joint_training(script: ModuleType, tmp_path: Pat
 
 def test_a_study_that_is_not_there(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 2
-    assert capsys.readouterr().err.startswith("error: runs/voc-laptop is no folder of runs; train some first")
+    assert capsys.readouterr().err.startswith("error: runs/voc-laptop is not a folder of runs; train some first")
     write_run(tmp_path / "runs/voc-laptop/a", steps_done=1)
     assert script.main([]) == 2
     assert "error: runs/voc-laptop holds no finished run yet" in capsys.readouterr().err

@@ -1,11 +1,11 @@
-"""What the feature cache takes and whether it says what the backbone says: results/voc-laptop/cache.md and .json.
+"""Measure the cost and the exactness of the feature cache: results/voc-laptop/cache.md and .json.
 
     incseg train --preset voc-laptop --data voc --root VOC2012 --task 15-1 --threads 2 --reuse false --out RUN
     python tools/cache_evidence.py RUN --root VOC2012
 
-RUN is a finished run from kept features. Its minutes are told, those of making the features (by the times of their
-files), how far kept features are from ones made anew, and what its last model reaches with either. How fast training
-reads them is `python -m tools.bench cache`.
+RUN is a finished run with cached features. The page has the time of the run, the time of computing the features (from
+the dates of their files), the difference between cached and newly computed features, and the figures of the last model
+with both. `python -m tools.bench cache` measures how fast training reads them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ BATCH = 16
 
 
 def making(cache: StoredCache) -> float:
-    """Seconds that a cache took: from its first block to its last, and one block more."""
+    """Return the seconds of computing a cache: from its first block to its last, plus one block."""
     times = sorted(file.stat().st_mtime for file in cache.files() if file.suffix == ".bin")
     return (times[-1] - times[0]) * len(times) / max(1, len(times) - 1)
 
 
 def features(loaders: Loaders, model: Segmenter, setup: Setup, images: int) -> Iterator[list[Tensor]]:
-    """What the head reads of the first test images, then of the first images of step 0."""
+    """Yield the features of the first test images, then of the first images of step 0."""
     first, last = setup.protocol.steps[0], setup.protocol.steps[-1]
     batches = -(-images // BATCH)
     for inputs, _, _ in (
@@ -57,7 +57,7 @@ def features(loaders: Loaders, model: Segmenter, setup: Setup, images: int) -> I
 
 @torch.no_grad()
 def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
-    """Over all values of some images: how many kept ones are the fresh ones in half precision, and the farthest off."""
+    """Return the share of cached values that equal the new ones in half precision, and the largest difference."""
     method = build_method(config.method)
     equal = count = 0
     farthest = largest = 0.0
@@ -72,12 +72,12 @@ def agreement(config: RunConfig, run: Path, images: int) -> dict[str, float]:
             features(fresh_loaders, model, setup, images),
             strict=True,
         )
-        for kept, fresh in pairs:
-            for own, anew in zip(kept, fresh, strict=True):
-                equal += int((own.half() == anew.half()).sum())
-                count += own.numel()
-                farthest = max(farthest, float((own.float() - anew).abs().max()))
-                largest = max(largest, float(anew.abs().max()))
+        for pair in pairs:
+            for cached, new in zip(*pair, strict=True):
+                equal += int((cached.half() == new.half()).sum())
+                count += cached.numel()
+                farthest = max(farthest, float((cached.float() - new).abs().max()))
+                largest = max(largest, float(new.abs().max()))
     return {"values": count, "equal_in_half": equal / count, "farthest": farthest, "largest": largest}
 
 
@@ -90,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a finished run of voc-laptop")
     parser.add_argument("--root", required=True, help="VOC2012 or the VOCdevkit around it")
-    parser.add_argument("--images", type=int, default=64, help="of each split, whose features are made anew")
+    parser.add_argument("--images", type=int, default=64, help="images of each split whose features are computed again")
     parser.add_argument("--out", type=Path, default=Path("results/voc-laptop/cache"))
     args = parser.parse_args()
     try:

@@ -1,8 +1,8 @@
-"""Evidential against floor and ceiling on the embedded dataset, three seeds: results/shapes.md and .json.
+"""Compare evidential with lower and upper bound on the embedded dataset, three seeds: results/shapes.md and .json.
 
     python tools/compare_shapes.py [--jobs 2] [--runs runs/shapes]
 
-Runs that are finished are not run again; everything in the tables is read from the run folders.
+Finished runs are not run again; all figures of the tables are read from the run folders.
 """
 
 from __future__ import annotations

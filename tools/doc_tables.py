@@ -33,7 +33,7 @@ JOINT = "joint"
 
 @dataclass(frozen=True)
 class Row:
-    """A method of the tables: as README calls it, as docs call it, which runs, and which published row beside it."""
+    """A method of the tables: its name in README and in docs, its runs, and the published row beside it."""
 
     headline: str
     name: str
@@ -96,7 +96,7 @@ class Study:
         return None
 
     def cell(self, row: Row, column: tuple[str, str], figures: Sequence[str], seeds: bool = True) -> str:
-        """62.4 ± 0.6 / 56.9 ± 0.5, or the means alone; empty where it was not run."""
+        """Return 62.4 ± 0.6 / 56.9 ± 0.5, or the means alone; an empty string if it was not run."""
         found = self.find(row, *column)
         if found is None:
             return ""
@@ -113,7 +113,7 @@ def published_cell(row: Row, column: tuple[str, str], figures: Sequence[str]) ->
 
 
 def headline(study: Study) -> list[str]:
-    """All / Inc of six methods on two tasks: what README shows."""
+    """Return All / Inc of six methods on two tasks, for README."""
     columns = OVERLAPPED[:2]
     rows = [
         [row.headline, *(study.cell(row, column, ("all", "inc")) for column in columns)]
@@ -125,7 +125,7 @@ def headline(study: Study) -> list[str]:
 
 
 def overlapped(study: Study) -> list[str]:
-    """All / Inc of the overlapped tasks, the published values beside them."""
+    """Return All / Inc of the overlapped tasks, beside published values."""
     both = ("all", "inc")
     heading = ["VOC overlapped, All / Inc", "15-5", "15-1", "10-1", "published: 15-5", "15-1"]
     rows = [
@@ -140,7 +140,7 @@ def overlapped(study: Study) -> list[str]:
 
 
 def rivals(study: Study) -> list[str]:
-    """All four figures of every method, means over seeds."""
+    """Return all four figures of every method, means over seeds."""
     columns = (*OVERLAPPED[:2], *DISJOINT[:2], OVERLAPPED[2])
     heading = ["Base / New / All / Inc", *(" ".join(column) for column in columns)]
     return markdown_table(
@@ -149,7 +149,7 @@ def rivals(study: Study) -> list[str]:
 
 
 def prior(study: Study) -> list[str]:
-    """The default against the remedy for over-firing."""
+    """Return the default beside the remedy for new classes that are predicted too often."""
     plain, remedy = (row for row in ROWS if row.method == "evidential" and row.options in ({}, PRIOR))
     rows = []
     for column in (*OVERLAPPED, *DISJOINT):
@@ -162,7 +162,7 @@ def prior(study: Study) -> list[str]:
 
 
 def analytic(study: Study) -> list[str]:
-    """The closed form against SGD on every task that it was run on."""
+    """Return the closed form beside SGD on every task that it was run on."""
     solved = next(row for row in ROWS if row.method == "analytic")
     trained = next(row for row in ROWS if row.method == "evidential" and not row.options)
     rows = []
@@ -182,7 +182,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs/results/voc-laptop.md")
 
 
 def with_tables(text: str, study: Study) -> str:
-    """A page with its tables as the runs have them."""
+    """Return the text of a page with its tables made from the runs."""
 
     def table(match: re.Match[str]) -> str:
         if match[1] not in TABLES:

@@ -1,11 +1,11 @@
-"""Evidence for `incseg extend`: real photographs, default flags, what the new classes reach and what the old ones lose.
+"""Measure `incseg extend` on real photographs with default flags: IoU of new classes, losses of old ones.
 
     python tools/extend_evidence.py --ccp CCP --voc VOC2012 --base runs/voc20 --work runs/extend
 
 CCP is Clothing Co-Parsing as a folder dataset. BASE is a model of the 20 classes of VOC:
 `incseg train --preset voc-laptop --data voc --root VOC2012 --task joint --out runs/voc20`. One photograph of CCP in
-six is for the test alone: nothing that trains or chooses has seen it. Every command runs once with default flags and a
-cache of its own, so that features are part of its seconds. Writes results/extend.json and results/extend.md.
+six is only for the test; neither training nor choices use it. Every command runs once with default flags and its own
+cache, so its time includes the features. Writes results/extend.json and results/extend.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 class Lab:
-    """Runs commands in `work`, each once, and remembers what they gave."""
+    """Run commands in `work`, each once, and save their results."""
 
     def __init__(self, work: Path, base: Path, voc: Path) -> None:
         self.work, self.base, self.voc = work, base, voc
@@ -106,7 +106,7 @@ def voc_and_more(lab: Lab) -> None:
 
 
 def few_photographs(lab: Lab) -> None:
-    """The time that it takes."""
+    """Measure the time with few photographs."""
     lab.run("c train", "train", "--data", "folder", "--root", "c-base", "--out", "c")
     lab.run("c extend", "extend", "c", "--root", "c-new", "--classes", ",".join(NEW), "--out", "c-more")
     lab.run("c eval after", "eval", "c-more", "--data", "folder", "--root", "a-test", "--json")
@@ -116,7 +116,7 @@ def few_photographs(lab: Lab) -> None:
 
 
 def make_folders(ccp: Path, work: Path) -> None:
-    """Folders that label only some classes, as a user's would; photographs are linked, masks written."""
+    """Make folders that label only some classes, like those of users. Photographs are linked, masks written."""
     names = sorted(path.stem for path in (ccp / "images").iterdir())
     test = [name for name in names if _hash(name) % 5 == 0 and not settings_were_chosen_on(name)]
     rest = [name for name in names if _hash(name) % 5]
@@ -133,7 +133,7 @@ def make_folders(ccp: Path, work: Path) -> None:
 
 
 def settings_were_chosen_on(name: str) -> bool:
-    """The recipes' settings were chosen on these photographs (docs/lab-log.md), so that they are no test."""
+    """Return whether the settings of the recipes were chosen on a photograph (docs/lab-log.md); it is not in a test."""
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 5 == 0
 
 

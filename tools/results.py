@@ -1,12 +1,11 @@
-"""The pages of a study from its runs: results/NAME/main.md, ablations.md, unknown.md and classes.md, and the paper's
-table, ours beside the published, as results/NAME/paper.md, .tex and .csv.
+"""Write the pages of a study: results/NAME/main.md, ablations.md, unknown.md and classes.md, and the paper's table with
+our results beside published ones as results/NAME/paper.md, .tex and .csv.
 
     python tools/results.py [runs/voc-laptop] [--out results/voc-laptop]
 
-Of every finished run under RUNS a summary is put into results/NAME/runs.jsonl, and the pages are made from all that
-this file holds: run folders may be gone, or lie on another machine. Runs under ablations/ are compared with the run of
-the same task, setting, method and seed elsewhere. No model is loaded and nothing is trained; the same file gives the
-same pages.
+Summaries of all finished runs under RUNS are added to results/NAME/runs.jsonl, and the pages are made from this file
+alone: run folders may be deleted, or lie on another machine. Runs under ablations/ are compared with the run of the
+same task, setting, method and seed outside. No model is loaded or trained; the same file gives the same pages.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ PHOTOGRAPHS = (
 )
 _SEEDS_NOTE = "± is the standard deviation (n − 1) over seeds; variances stand apart. A cell that was not run is empty."
 _MOST_NAMED = 4
-"""Classes in a cell that tells which class took whose pixels."""
+"""Most classes in a cell of confused classes."""
 _NUMBERS = ("iou_learnt", "iou_end", "recall_learnt", "recall_end", "precision")
 
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out: Path = args.out or Path("results") / args.runs.resolve().name
     if not args.runs.is_dir() and not (out / "runs.jsonl").is_file():
-        return fail(f"{args.runs} is no folder of runs; train some first (incseg train … --out {args.runs}/NAME)")
+        return fail(f"{args.runs} is not a folder of runs; train some first (incseg train … --out {args.runs}/NAME)")
     try:
         with collected_warnings(show=True):
             return write_pages(args.runs, out)
@@ -124,7 +123,7 @@ def fail(message: str) -> int:
 
 
 def _page(title: str, body: list[str], records: Sequence[RunRecord], made_by: str) -> str:
-    """Return a page with what every one ends with: warnings, label rules, time, commits, machine, commands."""
+    """Return a page with the common end of all pages: warnings, label rules, time, commits, machine, commands."""
     if not records:
         return "\n".join([f"# {title}", "", *body, f"- Made by `{made_by}`."]) + "\n"
     end = [
@@ -149,7 +148,7 @@ def _sections(records: Sequence[RunRecord]) -> Iterator[tuple[str, Column, Table
 
 
 def _of_column(line: Line, column: Column) -> list[Group]:
-    """Return the groups of a line that were run on exactly this task and setting; joint training is of no setting."""
+    """Return the groups of a line with this task and setting. Joint training has no setting."""
     return [
         one
         for one in line.groups
@@ -161,7 +160,7 @@ def _of_column(line: Line, column: Column) -> list[Group]:
 
 
 def main_page(records: Sequence[RunRecord], made_by: str, notes: Sequence[str] = ()) -> str:
-    """Return tasks × settings × methods, mean and spread over seeds; `notes` stand above them."""
+    """Return tasks × settings × methods, mean and spread over seeds, below `notes`."""
     body = [f"Percent mIoU of the last model; Avg is the mean of All over the steps. {_SEEDS_NOTE} Best in bold; "
             "joint training and replayed images (RECALL), which use more data, are not ranked.", ""]  # fmt: skip
     body += [line for note in notes for line in (note, "")]
@@ -202,7 +201,7 @@ def _variance(value: Spread | None) -> str:
 
 @dataclass
 class _Ablation:
-    """Runs or retests with the same change against runs of the same seeds, which may lack."""
+    """Runs or retests with the same change, each paired with the default run of its seed, or None."""
 
     change: str
     pairs: list[tuple[RunRecord, RunRecord | None]]
@@ -224,8 +223,8 @@ def _signed(value: Spread | None) -> str:
 
 
 def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], made_by: str) -> str:
-    """Return runs of `ablations` against the run of the same task, setting, method and seed that has the same options
-    but for one, or for some; retests against the run they test."""
+    """Compare runs of `ablations` with the run of the same task, setting, method and seed and a subset of their
+    options, and retests with their run."""
     runs = [record for record in ablations if record.retest is None]
     retests = [record for record in (*main, *ablations) if record.retest is not None]
     trained = _ablations([(record, _default_of(record, (*main, *runs))) for record in runs])
@@ -242,8 +241,7 @@ def ablations_page(main: Sequence[RunRecord], ablations: Sequence[RunRecord], ma
 
 
 def _default_of(mine: RunRecord, runs: Sequence[RunRecord]) -> RunRecord | None:
-    """Return, of the runs of the same task, setting, method and seed with some of its options, the one with most of
-    them."""
+    """Return the run of the same task, setting, method and seed with the largest proper subset of its options."""
     found = [
         record
         for record in runs
@@ -263,7 +261,7 @@ def _place(record: RunRecord) -> str:
 
 
 def _ablations(pairs: Sequence[tuple[RunRecord, RunRecord | None]]) -> list[_Ablation]:
-    """Return the pairs over seeds, by what was changed."""
+    """Group the pairs over seeds, by their change."""
     default_of = {id(record): default for record, default in pairs}
     found = []
     for one in group((record for record, _ in pairs)):
@@ -325,7 +323,7 @@ _OTHER_TEXT = {"background": "true background", "seen": "classes learnt before"}
 
 
 def _rankings(row: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield (against what, by which score, AUROC and others) of a step's row, where there is something unseen."""
+    """Yield (other class of pixels, score, AUROC and others) of a step's row, if there are unseen classes."""
     for other, own in _OWN_SCORE.items():
         scores = {own: row["unseen"].get(f"from_{other}"), **(row["unseen"].get(f"from_{other}_by") or {})}
         yield from ((other, score, found) for score, found in scores.items() if found)

@@ -1,11 +1,11 @@
-"""Seconds that a later step takes, in closed form and by SGD: a picture and a page from two run folders.
+"""Compare the seconds of a later step in closed form and by SGD: a picture and a page from two run folders.
 
     incseg train --preset voc-laptop --data voc --root VOC2012 --task 15-1 --method analytic --out runs/seconds/analytic
     incseg train --preset voc-laptop --data voc --root VOC2012 --task 15-1 --out runs/seconds/evidential
     python tools/step_seconds.py runs/seconds/analytic runs/seconds/evidential
 
-Both on the same machine, one after the other, with nothing else running: the page says how many threads they had. The
-features were computed before. Writes results/step-seconds.md, .json and .png.
+Run both on the same machine, one after the other, with nothing else running; the page has their number of threads. The
+features must be cached already. Writes results/step-seconds.md, .json and .png.
 """
 
 from __future__ import annotations

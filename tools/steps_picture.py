@@ -1,4 +1,4 @@
-"""One picture of a run on shapes: test scenes after every step, prediction above, uncertainty below.
+"""Draw one picture of a run on shapes: test scenes after every step, prediction above, uncertainty below.
 
 python tools/steps_picture.py runs/demo docs/images/steps.png --scenes 4 11
 """
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def of_every_step(source: Shapes, steps: list[set[int]]) -> list[int]:
-    """The test scenes that show a class of every step."""
+    """Return the test scenes that show a class of every step."""
     presence = source.known_presence("val") or ()
     return [i for i, classes in enumerate(presence) if all(step & set(classes) for step in steps)]
 

@@ -1,11 +1,11 @@
-"""The study of real VOC on a laptop: every run of results/voc-laptop, in the order of their worth.
+"""The study of VOC on a laptop: every run of results/voc-laptop, the most important first.
 
-First the method of the paper, then the rivals, then `analytic`.
+The method of the paper comes first, then the other methods, then `analytic`.
 
-A list of runs for the queue of `incseg sweep`: finished ones are passed over, interrupted ones go on, a base step is
-trained once, and `incseg sweep status` tells how far they are. Two at a time with one thread each by default, which on
-two cores that others use too is faster than one with two. `make results` writes the tables from the run folders, at any
-time, and keeps what they say in results/; --missing leaves out what is there already.
+The runs go into the queue of `incseg sweep`: finished runs are skipped, interrupted ones resume, a base step is trained
+once, and `incseg sweep status` shows the progress. By default two runs with one thread each work at a time, which is
+faster on two shared cores than one run with two threads. `make results` adds finished runs to results/ and writes the
+tables; --missing leaves out runs that results/ has.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SEEDS = (42, 1337, 2001)
 TASKS = ("15-1", "15-5", "10-1")
 Options = dict[str, str | float]
 REMEDY: Options = {"balancing": "odds", "prior": 0.2}
-"""Against over-firing, chosen on held-out images."""
+"""Remedy for new classes that are predicted too often, chosen on held-out images."""
 INFERENCE: tuple[Options, ...] = (
-    *({"balancing": mode} for mode in ("none", "paper", "exact", "odds")),  # beside ratio, the default
+    *({"balancing": mode} for mode in ("none", "paper", "exact", "odds")),  # ratio is the default
     *({"balancing": "odds", "prior": share} for share in (0.1, 0.2, 0.3, 0.5)),
     {"decision": "hierarchical"},
 )
@@ -45,7 +45,7 @@ RETESTS: dict[str, tuple[Options, ...]] = {
     **{f"{task}-overlapped-evidential-s{seed}": (REMEDY,) for task in TASKS[:2] for seed in SEEDS[1:]},
     **{f"{task}-disjoint-evidential-s42": (REMEDY,) for task in TASKS},
 }
-"""Options of inference, tried on the last models of some runs: no training."""
+"""Inference options to test on the last models of some runs, without training."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def ablation(task: str, option: str, value: str, seed: int | None = None) -> Run
 
 RIVALS = ("mib", "plop", "sdr", "ilt", "lwf", "dkd", "ssul", "lwf_mc", "recall", "ewc", "pi", "rw")
 REPLAY = ("--method.replay", "WEB")
-"""WEB stands for the folders of photographs, which `prepared` makes."""
+"""WEB stands for the folder of replay images, which `prepared` makes."""
 COMBINED = {
     "sdr+mib": ("sdr", "--method.output", "mib", "--method.lambda_kd", "30"),
     "evidential+pseudo": ("evidential", "--method.pseudo_labels", "0.5"),
@@ -77,15 +77,15 @@ COMBINED = {
     "evidential+ewf": ("evidential", "--train.fusion", "ewf"),
     "mib+ewf": ("mib", "--train.fusion", "ewf"),
 }
-"""Methods with a piece of another, at the rate and weight of distillation that held-out images ask for."""
+"""Methods with a part of another, with the learning rate and weight of distillation chosen on held-out images."""
 WEIGHTED = {"dkd+weight": ("dkd", "--method.positive_weight", "2")}
 """DKD with its authors' weight of positive pixels in step 0."""
 ENDS = ("19-1", "5-1")
-"""One increment and fifteen, for the figure of the score against their number."""
+"""Tasks of one and of fifteen increments, for the figure of the score against the number of increments."""
 
 
 def rival(name: str, task: str, setting: str = "overlapped", seed: int = 42) -> Run:
-    """A method of the comparison."""
+    """Return a run of a method of the comparison."""
     usual = (name, *REPLAY) if name == "recall" else (name,)
     method, *flags = {**COMBINED, **WEIGHTED}.get(name, usual)
     return Run(f"{task}-{setting}-{name}-s{seed}", (*run(task, setting, method, seed).options, *flags))
@@ -128,7 +128,7 @@ def study() -> Iterator[Run]:
     yield ablation("10-1", "method.start_score", "0", first)
     yield ablation("10-1", "train.frozen_later", "nothing")
     yield from (ablation("15-5", "method.rectifier", value) for value in ("relu", "exp"))
-    undecided = ablation("15-5", "method.rectifier", "relu")  # below zero relu has no gradient to leave it by
+    undecided = ablation("15-5", "method.rectifier", "relu")  # relu has no gradient below zero
     yield Run(f"{undecided.name}-start_score-0", (*undecided.options, "--method.start_score", "0"))
     # part b of the paper's ablations: MiB's background as one bias, then that bias and the old classifiers frozen
     bias = (*run("15-5", method="mib").options, "--method.background", "bias")
@@ -154,16 +154,16 @@ def all_runs() -> Iterator[Run]:
 
 
 def prepared(one: Run, root: str, out: Path) -> tuple[str, ...]:
-    """The options of a run, with the photographs that it replays in their place."""
+    """Return the options of a run, with the folder of its replay images."""
     if "WEB" not in one.options:
         return one.options
     task, setting = (one.options[one.options.index(flag) + 1] for flag in ("--task", "--setting"))
-    web = photographs(out / "photographs" / f"{task}-{setting}", root, ("--task", task, "--setting", setting))
+    web = replay_images(out / "photographs" / f"{task}-{setting}", root, ("--task", task, "--setting", setting))
     return tuple(option.replace("WEB", str(web)) for option in one.options)
 
 
-def photographs(folder: Path, root: str, chosen: tuple[str, ...]) -> Path:
-    """FOLDER/web, with a folder of photographs for each class, made where it is not there."""
+def replay_images(folder: Path, root: str, chosen: tuple[str, ...]) -> Path:
+    """Return FOLDER/web, with one folder of images per class. Make it if it does not exist."""
     web = folder / "web"
     if not web.exists():
         script = Path(__file__).with_name("web_images.py")
@@ -174,20 +174,20 @@ def photographs(folder: Path, root: str, chosen: tuple[str, ...]) -> Path:
     return web
 
 
-def is_there(one: Run, known: dict[str, dict[str, Any]]) -> bool:
-    """Return whether results/ has this run, with the settings that it would have today."""
-    there = known.get(one.name)
-    if there is None:
+def is_known(one: Run, known: dict[str, dict[str, Any]]) -> bool:
+    """Return whether results/ has this run with its current settings."""
+    saved = known.get(one.name)
+    if saved is None:
         return False
     options = (option.replace("WEB", "web") for option in one.options)
-    today = parse_run("voc_laptop", "", ["--preset", "voc-laptop", "--data", "voc", "--root", ".", *options])
-    here = optional_settings(flatten(today.as_dict()))
-    return all(there[key] == value for key, value in here.items() if key in there)
+    config = parse_run("voc_laptop", "", ["--preset", "voc-laptop", "--data", "voc", "--root", ".", *options])
+    current = optional_settings(flatten(config.as_dict()))
+    return all(saved[key] == value for key, value in current.items() if key in saved)
 
 
 def missing_retests(folder: Path) -> list[Options]:
-    kept = [json.loads(file.read_text())["options"] for file in (folder / "retests").glob("*.json")]
-    return [options for options in RETESTS[folder.name] if options not in kept]
+    done = [json.loads(file.read_text())["options"] for file in (folder / "retests").glob("*.json")]
+    return [options for options in RETESTS[folder.name] if options not in done]
 
 
 def retest(folder: Path, root: str, threads: int) -> None:
@@ -201,9 +201,9 @@ def retest(folder: Path, root: str, threads: int) -> None:
 
 
 def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> list[str]:
-    """Put the runs that are not finished into the queue of `out`, and work on them, in this order.
+    """Add the runs that are not finished to the queue of `out`, and work on them in this order.
 
-    Returns the names of those that did not finish: each has said why, or another worker is at it.
+    Return the names of those that did not finish: they failed with a message, or are in progress elsewhere.
     """
     common = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
     jobs = []
@@ -227,9 +227,9 @@ def main() -> None:
     parser.add_argument("--root", help="VOC2012 or the VOCdevkit around it")
     parser.add_argument("--out", type=Path, default=Path("runs/voc-laptop"))
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=1, help="of each run")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--only", default=[""], nargs="+", help="runs whose name contains one of these, in that order")
-    parser.add_argument("--missing", action="store_true", help="only runs that results/ does not have so yet")
+    parser.add_argument("--missing", action="store_true", help="only runs that results/ does not have")
     parser.add_argument("--list", action="store_true", help="print the runs and end")
     args = parser.parse_args()
     runs = [*dict.fromkeys(r for part in args.only for r in all_runs() if part in r.name)]
@@ -237,7 +237,7 @@ def main() -> None:
         file = Path("results") / args.out.name / "runs.jsonl"
         found = [r for r in read_runs([file], usual_settings) if r.retest is None] if file.exists() else []
         known = {r.folder.relative_to(file).as_posix(): r.settings for r in found}
-        runs = [r for r in runs if not is_there(r, known)]
+        runs = [r for r in runs if not is_known(r, known)]
     if args.list:
         print("\n".join(r.name for r in runs))
         return

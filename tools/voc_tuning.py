@@ -1,11 +1,11 @@
-"""Try each method's main weight on held-out training images of VOC; docs/reference/methods.md has what was chosen.
+"""Choose the main weight of each method on held-out training images of VOC; results are in docs/reference/methods.md.
 
     python tools/voc_tuning.py --root VOC2012        then  python tools/voc_tuning.py --table
 
-The first two later steps of 15-1 overlapped (15 classes, then pottedplant, then sheep) with the recipe of voc-laptop
-but a base of two epochs; every twentieth training image is in no step and is tested on (val is not looked at). The
-value with the highest mean of All and Inc is taken, of those that learn the new classes at all (New above 1). The
-evidential method goes through the same.
+The runs are the first two later steps of 15-1 overlapped (15 classes, then pottedplant, then sheep) with the recipe of
+voc-laptop, but two epochs for the base. Every twentieth training image is in no step; the test uses these images, never
+val. Of the values that learn the new classes at all (New above 1), the one with the highest mean of All and Inc is
+chosen, also for the evidential method.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from incseg.data.voc import VOC_INFO
 TASK = "/".join([",".join(VOC_INFO.classes[:15]), *VOC_INFO.classes[15:17]])
 HELD_OUT = ("--task", TASK, "--data.holdout", "20", "--train.epochs", "2", "--train.epochs_later", "6")
 SLOW, SLOWER = {"train.lr_later": "0.003"}, {"train.lr_later": "0.001"}
-"""The second is the rate to which the published weights of ewc, pi and rw belong."""
+"""Learning rates; the published weights of ewc, pi and rw are for the second."""
 POD = (("0.01", "0.0005"), ("0.001", "0.00005"))
-"""Of the maps and of the logits: as published, and a tenth."""
+"""Weights on the maps and on the logits: as published, and a tenth of that."""
 TRIALS: dict[str, list[dict[str, str]]] = {
     "mib": [
         *({"method.lambda_kd": w} for w in ("10", "30", "100")),
@@ -79,12 +79,12 @@ def runs(web: Path) -> Iterator[Run]:
 
 
 def tried(trial: dict[str, str]) -> list[str]:
-    """The parts of a trial's name: lambda_kd=10."""
+    """Return the parts of a trial's name, as in lambda_kd=10."""
     return [f"{key.split('.')[-1]}={'web' if value == 'WEB' else value}" for key, value in trial.items()]
 
 
 def table(out: Path) -> str:
-    """Markdown: every trial, the best of each method in bold; what was not run is left out."""
+    """Return a Markdown table of all finished trials, the best of each method in bold."""
     lines = ["| method | tried | Base | New | All | Inc |", "|---|---|---|---|---|---|"]
     for method, trials in TRIALS.items():
         found = []
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/voc-tuning"))
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--only", default=[""], nargs="+", help="runs whose name contains one of these")
-    parser.add_argument("--table", action="store_true", help="print what is there and end")
+    parser.add_argument("--table", action="store_true", help="print the table of finished runs and end")
     args = parser.parse_args()
     if args.table:
         print(table(args.out))

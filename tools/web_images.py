@@ -1,12 +1,12 @@
-"""Folders of images per class for --method.replay, from the training images of an experiment itself: no web needed.
+"""Make folders of images per class for --method.replay from the training images of an experiment itself.
 
     python tools/web_images.py OUT [--per-class 100] --data voc --root VOC --task 15-1
 
-The flags after OUT are those of `incseg train`, so that the steps have the very images of the run. For a class learnt
-in step s, OUT/CLASS gets images that step s was trained on, that show the class, and that no later step trains on:
-images that the later step may not use, taken without their masks. That is kinder than a crawl of the web: the images
-are of the dataset's own kind, and the base has seen them with their labels. Held-out images (--data.holdout) are in no
-step, so in no folder either. Classes of the last step are never replayed and get no folder.
+The flags after OUT are those of `incseg train`, so that the steps have the images of the run. For a class learnt in
+step s, OUT/CLASS gets images without masks that step s was trained on, that show the class, and that no later step
+trains on. This is easier than images from the web: the images come from the same dataset, and the base was trained on
+them with labels. Held-out images (--data.holdout) are in no step, so in no folder either. Classes of the last step are
+never replayed and get no folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from incseg.types import UserError
 def choose(
     train_images: Sequence[Sequence[int]], presence: Sequence[Sequence[int]], steps: Sequence[Sequence[int]], most: int
 ) -> dict[int, list[int]]:
-    """Class id → at most `most` images, evenly chosen, of its step that show it and that no later step has.
+    """Return, for each class id, at most `most` images of its step, evenly chosen, that show it and no later step has.
 
     train_images: of each step.   presence: the class ids in each image.   steps: the class ids of each step.
     """
@@ -50,8 +50,8 @@ def write(source: Source, chosen: dict[int, list[int]], out: Path) -> None:
         name = source.info.classes[class_id - 1]
         for image in images:
             file = source.files("train").images[image] if isinstance(source, FileSource) else None
-            kept = f"{source.names('train')[image]}{file.suffix if file else '.png'}"
-            with replacing(out / name / kept) as temporary:
+            file_name = f"{source.names('train')[image]}{file.suffix if file else '.png'}"
+            with replacing(out / name / file_name) as temporary:
                 if file:
                     shutil.copyfile(file, temporary)
                 else:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     args, rest = parser.parse_known_args(arguments)
     config = parse_run("web_images.py", "", rest)
     if args.out.exists() and any(args.out.iterdir()):
-        raise UserError(f"{args.out} is not empty, and what is in it would be replayed too; give a new folder")
+        raise UserError(f"{args.out} is not empty, and its images would be replayed too; give a new folder")
     setup = Setup.of(config, build_method({"name": "finetune"}))
     presence = read_presence(setup.source, "train", config.data.presence)
     steps = [step.new for step in setup.protocol.steps]

@@ -17,7 +17,7 @@ from incseg.engine.runtime import is_main_process
 from incseg.inference import Predictor, load
 from incseg.io import read_record
 from incseg.methods.base import Method
-from incseg.metrics import FIGURES
+from incseg.metrics import FIGURES, percent
 from incseg.presets import FITS_OBJECTS
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words
 from incseg.run import fit_size
@@ -65,18 +65,16 @@ class Run:
             return "\n".join([_aligned(CLASS_HEADS, class_rows(self.forgetting)), *in_words(self.forgetting)])
         rows = self.rows
         if len(rows) == 1:
-            return _aligned(("class", "IoU"), [[name, _figure(iou)] for name, iou in rows[0]["iou"].items()])
+            return _aligned(("class", "IoU"), [[name, percent(iou)] for name, iou in rows[0]["iou"].items()])
         heads = ("step", "learns", "images", *(name.capitalize() for name in FIGURES))
-        cells = [
+        figures = [[percent(row[name]) for name in FIGURES] for row in rows]
+        return _aligned(
+            heads,
             [
-                str(row["index"]),
-                ", ".join(row["classes"]),
-                str(row["train_images"]),
-                *(_figure(row[f]) for f in FIGURES),
-            ]
-            for row in rows
-        ]
-        return _aligned(heads, cells)
+                [str(row["index"]), ", ".join(row["classes"]), str(row["train_images"]), *cells]
+                for row, cells in zip(rows, figures, strict=True)
+            ],
+        )
 
     def model(self, step: int | None = None, device: str = "auto", threads: int | None = None) -> Predictor:
         """Return the model of a step, the last by default, ready to predict."""
@@ -201,10 +199,6 @@ def _task(task: str | Sequence[Sequence[str]] | None) -> str | None:
 
 def _output(quiet: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext()
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
 
 
 def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

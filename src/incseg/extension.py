@@ -29,7 +29,6 @@ from incseg.engine.warm_start import WarmStart
 from incseg.inference import require_trusted
 from incseg.io import read_json, require_known, write_json
 from incseg.methods import find_method
-from incseg.methods.analytic import Analytic
 from incseg.metrics import agreement, best, mean_new_iou
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
@@ -326,9 +325,6 @@ class Plan:
             defaults["train"]["crop"] = defaults["eval"]["size"] = size
         for group, values in recipe.settings.items():
             defaults[group] = {**defaults[group], **values}
-        if recipe is CLOSED_FORM and any(increment.solved for increment in self.model.increments):
-            # what is solved goes on as it is
-            defaults["method"]["sgd_share"] = self.method.get("sgd_share", Analytic.Config.sgd_share)
         return request.resolve(defaults)
 
     def _knows_options(self, recipe: Recipe) -> bool:
@@ -353,8 +349,9 @@ class Plan:
     @property
     def allowed_sizes(self) -> list[int]:
         """The model's own size and its multiples, at which the old classes can go on to see their own."""
-        if self.further or any(increment.solved for increment in self.model.increments):
-            return [self.own_size]  # solved classes see the input as it is
+        solved = any(increment.solved for increment in self.model.increments)
+        if self.further or (solved and "method.sgd_share" in self.request.given):
+            return [self.own_size]  # what is solved anew sees the input as it is
         largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
         return [self.own_size * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
 
@@ -362,7 +359,7 @@ class Plan:
         """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
         warm_start = WarmStart(self.file, self.model, self.about)
         if self.recipes == (CLOSED_FORM,):
-            self.further = warm_start.learn_further(self.request.classes or "", Analytic.Config.ridge)
+            self.further = warm_start.learn_further(self.request.classes or "")
             if self.further:
                 self.lines.append(
                     f"the model knows {', '.join(self.further)} already: what it has learnt counts, and the new "

@@ -102,6 +102,11 @@ def _sum_over(values: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: 
 FIGURES = ("base", "new", "all", "inc")
 
 
+def percent(value: float | None) -> str:
+    """Return a figure in percent as text; a dash for None."""
+    return "–" if value is None else f"{value:.1f}"
+
+
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean without NaN (labels neither shown nor predicted); None if nothing is left."""
     defined = [v for v in values if not math.isnan(v)]

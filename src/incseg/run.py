@@ -252,7 +252,7 @@ def _warm_start(config: RunConfig, method: Method) -> WarmStart | None:
         raise UserError("data.presence uses the class numbers of the dataset, not those of the model; leave it out")
     warm_start = WarmStart.open(config.start, method, config.method["name"])
     if isinstance(method, Analytic):
-        warm_start.learn_further(config.task, method.config.ridge)
+        warm_start.learn_further(config.task)
     return warm_start
 
 
@@ -286,8 +286,8 @@ def _features_can_be_cached(config: RunConfig) -> bool:
     return config.data.cache == "auto" and config.model.freeze_backbone and deterministic
 
 
-def _workers(asked: int | None, source: Source, runtime: Runtime) -> int:
-    return source.default_workers(runtime.world) if asked is None else asked
+def _workers(number: int | None, source: Source, runtime: Runtime) -> int:
+    return source.default_workers(runtime.world) if number is None else number
 
 
 def train(config: RunConfig) -> dict[str, Any]:

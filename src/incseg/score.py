@@ -16,9 +16,9 @@ from rich.text import Text
 
 from incseg.data.extended import folded
 from incseg.data.source import Source, Split
-from incseg.engine.progress import percent, show_progress
+from incseg.engine.progress import show_progress
 from incseg.inference import Predictor
-from incseg.metrics import boundary_counts, boundary_iou, confusion_counts, iou
+from incseg.metrics import boundary_counts, boundary_iou, confusion_counts, iou, percent
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 

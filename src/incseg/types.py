@@ -48,7 +48,9 @@ class Increment:
     """A learnt step, as saved in the model file and used by inference.
 
     head:   the head of the network that its classifier reads; 0 is the first.
-    solved: whether its scores were solved in closed form, not trained; its head is then that closed form.
+    solved: whether its scores were solved in closed form, not trained.
+    beside: whether it was solved beside the classes before, whose scores it leaves as they are; it then has a head of
+            its own. Otherwise a solved increment reads the closed form, whose classes are solved anew with every step.
     """
 
     classes: tuple[str, ...]
@@ -56,6 +58,7 @@ class Increment:
     train_images: int = 0
     head: int = 0
     solved: bool = False
+    beside: bool = False
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Training from kept features against the same updates with batches that lie in memory: what reading costs."""
+"""Training from cached features against the same updates with batches in memory: the cost of reading."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(settings: Settings) -> list[Section]:
 
 
 def _config(settings: Settings) -> RunConfig:
-    """The preset voc-laptop; without a VOC folder on drawn scenes, by a backbone without weights."""
+    """Return the preset voc-laptop; without a VOC folder on drawn scenes and with a backbone without weights."""
     preset = preset_for("voc-laptop", "evidential")
     model, train = ModelConfig(**preset["model"]), TrainConfig(**preset["train"])
     data, task, testing = DataConfig("voc", settings.root), preset["task"], EvalConfig(**preset["eval"])
@@ -96,7 +96,7 @@ def _config(settings: Settings) -> RunConfig:
 
 @contextmanager
 def _cache_of_its_own(wanted: bool) -> Iterator[None]:
-    """Features of scenes that nobody trains on are not kept among the user's."""
+    """Use a cache of its own for features of drawn scenes, not that of the user."""
     if not wanted:
         yield
         return

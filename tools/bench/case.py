@@ -1,4 +1,4 @@
-"""Run `python -m tools.bench.case BENCH CASE SETTINGS`: one case in this process, its figures as JSON."""
+"""Run one case in this process and print its figures as JSON: `python -m tools.bench.case BENCH CASE SETTINGS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding and augmenting against the network's rate, loader processes, and relabelling by table."""
+"""Decoding and augmentation against the rate of the network, loader processes, and relabelling by table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(settings: Settings) -> list[Section]:
 
 
 def _photographs(folder: Path, count: int) -> Folder:
-    """JPEGs of 500×375 with their masks, about as large as those of VOC."""
+    """Make JPEGs of 500×375 with masks, about as large as those of VOC."""
     generator = np.random.default_rng(0)
     for kind in ("images", "masks"):
         (folder / kind).mkdir()
@@ -73,7 +73,7 @@ def _loading(source: Folder, step: Step, settings: Settings) -> Section:
         plain = TestTransform(size)
         loaders = PixelLoaders([images], (), 0, source, "val", transform, plain, plain, 1, workers, 0, False)
         loaded = loaders.training(step, EpochOrder(len(images), batch, 1000, (0,)))
-        next(loaded)  # the loader's start is not counted
+        next(loaded)  # do not count the start of the loader
         return amount / seconds(lambda: train_on(inputs for inputs, _, _ in islice(loaded, updates)))
 
     found = in_turn(

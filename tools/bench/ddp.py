@@ -1,4 +1,4 @@
-"""Two processes against one, and how much they send."""
+"""Two processes against one: time, and bytes sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROCESSES = {"one": 1, "two": 2}
 
 
 class CountingRuntime(Runtime):
-    """A runtime that adds up the bytes that this process gives to be summed."""
+    """A runtime that counts the bytes that this process sends to be summed."""
 
     sent = 0
 
@@ -42,12 +42,12 @@ class CountingRuntime(Runtime):
 
 
 def _amount(settings: Settings) -> tuple[tuple[int, int, int], ModelConfig]:
-    """Images of an update, their side and the updates; the network."""
+    """Return (images of an update, their side, updates), and the network."""
     return settings.pick(((16, 224, 4), NETWORK), ((4, 64, 2), QUICK_NETWORK))
 
 
 def measure(case: str, settings: Settings) -> Figures:
-    """In this process, alone or one of those that torchrun started: the same updates in all cases."""
+    """Measure in this process, which may be one of several started by torchrun; all cases have the same updates."""
     (images, size, updates), network = _amount(settings)
     runtime = CountingRuntime("cpu", "float32", settings.threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Time and memory of an image against the number of classes, of steps, and of its pixels."""
+"""Time and memory of an image against the number of classes, steps and pixels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = {"update": "a training update", "prediction": "a prediction"}
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows, from the smallest on; the others stay. exponent: of the growth that the work itself has."""
+    """A quantity that grows while the others are constant. exponent: expected exponent of the growth of the work."""
 
     values: tuple[int, ...]
     quick: tuple[int, ...]
@@ -62,14 +62,14 @@ def run(settings: Settings) -> list[Section]:
 def measure(case: str, settings: Settings) -> Figures:
     axis, value = case.split("/")
     figures: Figures = {}
-    for work in reversed(WORK):  # the greater need of memory last
+    for work in reversed(WORK):  # the case that needs most memory last
         found = cost(lambda size, work=work: prepare(axis, int(value), work, size), settings)  # type: ignore[misc]
         figures |= {f"{work} {figure}": amount for figure, amount in found.items()}
     return figures
 
 
 def prepare(axis: str, value: int, work: str, settings: Settings) -> Callable[[], object]:
-    """An update of the head with its teacher's pass and its losses, or a label for every pixel."""
+    """Prepare an update of the head with teacher and losses, or the prediction of a label for every pixel."""
     value = settings.pick(value, min(value, AXES[axis].quick[-1]))
     classes = value if axis == "classes" else settings.pick(150, 12)
     side = value if axis == "side" else settings.pick(512, 32)
@@ -97,13 +97,13 @@ def prepare(axis: str, value: int, work: str, settings: Settings) -> Callable[[]
 
 @torch.no_grad()
 def predict(model: Segmenter, method: Evidential, features: tuple[Tensor, ...], side: int) -> Tensor:
-    """As the evaluator does."""
+    """Predict like the evaluator."""
     strips = row_strips(model(features).logits, (side, side))
     return torch.cat([method.predict(strip, model.increments).labels for _, strip in strips], dim=1)
 
 
 def _parts(total: int, count: int) -> list[int]:
-    """`total` in so many parts that differ by one at most."""
+    """Split `total` into `count` parts that differ by at most one."""
     return [total // count + (number < total % count) for number in range(count)]
 
 

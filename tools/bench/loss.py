@@ -1,4 +1,4 @@
-"""A pixel loss forward and backward from low-resolution logits: time and extra peak memory, in strips and otherwise."""
+"""A pixel loss forward and backward from low-resolution logits, in strips or not: time and extra peak memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMS = {
     "mib-direct": "MiB, the same functions on upsampled logits",
 }
 CLASSES = ((20, 0), (20, 15), (150, 0), (150, 100))
-"""Classes in all, and old ones."""
+"""Number of all classes, and of old ones."""
 
 
 def run(settings: Settings) -> list[Section]:
@@ -67,7 +67,7 @@ def _upsample(logits: Tensor, size: int) -> Tensor:
 
 
 def _direct(z: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
-    """The paper's formulas as they stand: evidence, α, S, u, p, then logarithms."""
+    """Return the loss by the paper's formulas without changes: evidence, α, S, u, p, then logarithms."""
 
     def dirichlet(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         alpha = x.exp() * x.sigmoid() + 1

@@ -1,4 +1,4 @@
-"""The harness: rounds in which all candidates take their turn, ratios within a round, memory in fresh processes."""
+"""The harness: each round runs all candidates in turn, ratios are within a round, memory is of new processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Settings:
-    """quick: sizes that only show that a bench works; threads: of torch; root: of VOC, for benches that can use it."""
+    """quick: tiny sizes that only test the bench; threads: of torch; root: folder of VOC, for benches that use it."""
 
     quick: bool = False
     threads: int = 1
@@ -37,7 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle and the ends of some figures."""
+    """Median, lowest and highest of some figures."""
 
     median: float
     low: float
@@ -48,19 +48,19 @@ class Spread:
         return Spread(statistics.median(values), min(values), max(values))
 
     def text(self, scale: float = 1.0) -> str:
-        """12.3 (11.9–13.0)"""
+        """Return 12.3 (11.9–13.0)."""
         middle, low, high = (_short(value * scale) for value in (self.median, self.low, self.high))
         return f"{middle} ({low}–{high})"
 
 
 def _short(value: float) -> str:
-    """Three digits."""
+    """Return a number with three digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a ratio should be; judged by its median over the rounds."""
+    """A target for a ratio, compared with its median over the rounds."""
 
     what: str
     kind: Literal["at least", "at most"]
@@ -78,7 +78,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Section:
-    """One table of the page; `figures` is all that was measured for it, for the JSON file and the plots."""
+    """One table of the page. `figures` has all its measurements, for the JSON file and the plots."""
 
     title: str
     heading: Sequence[str]
@@ -92,7 +92,7 @@ class Section:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Round by round, so that a machine that slows down for a while slows both."""
+    """Return the ratios round by round, so that a temporary slowdown of the machine affects both sides."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
@@ -103,7 +103,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def in_turn(work: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """The figure that each of `work` returns, all of them once a round; the first round warms up and is left out."""
+    """Return the figures of each of `work`, called once per round. The first round is a warm-up and left out."""
     found: dict[str, list[float]] = {name: [] for name in work}
     for number in range(repeats + 1):
         for name, once in work.items():
@@ -116,7 +116,7 @@ def in_turn(work: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, 
 def fresh(
     bench: str, cases: Sequence[str], settings: Settings, processes: Mapping[str, int] | None = None
 ) -> dict[str, list[Figures]]:
-    """The figures of every case, each time from a process of its own (or so many, by torchrun), in turn."""
+    """Return the figures of every case, in turn, each from a new process (or `processes`, by torchrun)."""
     found: dict[str, list[Figures]] = {case: [] for case in cases}
     for _ in range(settings.repeats):
         for case in cases:
@@ -130,14 +130,14 @@ def _one_process(bench: str, case: str, settings: Settings, processes: int) -> F
     command = [sys.executable, *(torchrun if processes > 1 else []), *module]
     done = subprocess.run(command, capture_output=True, text=True, cwd=_REPOSITORY)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "Error: " in line]  # torchrun says more after it
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line]  # torchrun prints more after it
         reason = errors[-1] if errors else f"exit code {done.returncode}"
         raise UserError(f"bench {bench}, case {case} failed ({reason}); run it alone: python -m tools.bench {bench}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def cost(prepare: Callable[[Settings], Callable[[], object]], settings: Settings, calls: int = 2) -> Figures:
-    """Seconds of the best of some calls, and the highest peak of memory above what was held before a call.
+    """Return the seconds of the fastest call, and the highest peak of memory above the level before a call.
 
     The same at a quick size goes before, so that what libraries load when first used is not counted; nor is what an
     allocator keeps of one call when the next begins.
@@ -159,7 +159,7 @@ def _give_back_free_memory() -> None:
 
 
 def _restart_peak() -> int:
-    """Bytes held now, from where the peak is counted.
+    """Restart the peak of memory and return the bytes in use.
 
     getrusage's peak is the parent's after fork and exec, and never falls: it is used where there is no /proc.
     """

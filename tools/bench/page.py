@@ -1,4 +1,4 @@
-"""The page of a bench: NAME.json holds all figures; NAME.md and the plot are made of it."""
+"""The page of a bench: NAME.json has all figures; NAME.md and the plot are made from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLOURS = {"update": BLUE, "prediction": VERMILION}
 
 
 def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings, order: Sequence[str]) -> None:
-    """Put a bench's sections into OUT.json, where those of other benches stay, and make the page anew."""
+    """Replace a bench's sections in OUT.json and write the page again. Other benches do not change."""
     file = out.with_name(out.name + ".json")
     benches: dict[str, Any] = read_json(file) if file.exists() else {}
     benches[bench] = {
@@ -89,7 +89,7 @@ def _made(made: Mapping[str, Any]) -> str:
 
 
 def _command(bench: str, settings: Settings) -> str:
-    """What makes this bench again, wherever its dataset lies."""
+    """Return the command that repeats this bench, without the folder of its dataset."""
     flags = ["--quick"] * settings.quick + ["--root VOC2012"] * bool(settings.root and bench == "cache")
     flags += [f"--threads {settings.threads}", f"--repeats {settings.repeats}"]
     return " ".join(["python -m tools.bench", bench, *flags])
@@ -104,13 +104,13 @@ def _cpu() -> str:
 
 
 def _load() -> float:
-    """What other work there was: the mean number of running processes, the bench's own among them."""
+    """Return the load of the machine: the mean number of running processes, including the bench."""
     return round(os.getloadavg()[0], 2)
 
 
 @styled
 def _growth(sections: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time above and memory below against each axis, all logarithmic."""
+    """Draw time (above) and memory (below) against each axis, all logarithmic."""
     figure = new_figure(WIDTH, 5.5)
     figure.set_layout_engine("constrained")
     grid = figure.subplots(2, len(sections), squeeze=False, sharex="col", sharey="row")

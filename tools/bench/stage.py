@@ -1,4 +1,4 @@
-"""What benches of training share: steps without a dataset, and a trainer whose batches lie in memory."""
+"""The common part of benches of training: steps without a dataset, and a trainer with batches in memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from incseg.protocol import Protocol, Step
 from incseg.types import MAX_CLASSES, DatasetInfo, Increment, Inputs
 
 NETWORK = ModelConfig("efficientnet-lite0", output_stride=16, stages=(2, 3), width=96, dilations=(1, 3, 6))
-"""That of the preset voc-laptop, without its weights."""
+"""The network of the preset voc-laptop, without weights."""
 QUICK_NETWORK = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 2, 3))
 
 _BYTES = np.arange(256, dtype=np.uint8)
 
 
 def protocol_of(sizes: Sequence[int]) -> Protocol:
-    """Steps of so many classes."""
+    """Return a protocol whose steps have these numbers of classes."""
     names = iter(f"class {i}" for i in range(sum(sizes)))
     groups = [list(islice(names, size)) for size in sizes]
     classes = tuple(name for group in groups for name in group)
@@ -41,13 +41,13 @@ def protocol_of(sizes: Sequence[int]) -> Protocol:
 
 
 def step_of(old: int, new: int) -> Step:
-    """A step by its number of classes; a protocol allows no more of them than a byte holds."""
+    """Return a step by its numbers of classes. A protocol allows only as many as fit into a byte."""
     ids = tuple(range(1, old + new + 1))
     return Step(int(old > 0), ids[:old], ids[old:], (), ("",) * new, _BYTES, _BYTES)
 
 
 def grown(config: ModelConfig, sizes: Sequence[int]) -> Segmenter:
-    """A model of so many steps with random weights."""
+    """Return a model with steps of these sizes and random weights."""
     torch.manual_seed(0)
     model = Segmenter(config, background_output=False)
     for number, size in enumerate(sizes):
@@ -56,7 +56,7 @@ def grown(config: ModelConfig, sizes: Sequence[int]) -> Segmenter:
 
 
 def made_up_labels(images: int, size: int, old: int, total: int) -> Tensor:
-    """(images, size, size) blobs of background and new classes, as a step's labels are."""
+    """Return (images, size, size) labels of a step: blobs of background and new classes."""
     dtype = torch.uint8 if total <= MAX_CLASSES else torch.int32
     blobs = torch.randint(old, total + 1, (images, size // 8, size // 8), dtype=dtype)
     labels = blobs.repeat_interleave(8, 1).repeat_interleave(8, 2)
@@ -65,7 +65,7 @@ def made_up_labels(images: int, size: int, old: int, total: int) -> Tensor:
 
 @dataclass
 class MemoryLoaders(Loaders):
-    """Batches that are there already; each process takes its share of them."""
+    """Loaders of batches in memory; each process takes its share."""
 
     loaded: Sequence[Loaded]
 
@@ -89,7 +89,7 @@ class MemoryLoaders(Loaders):
 def second_step(
     config: ModelConfig, images: int, size: int, updates: int, runtime: Runtime, folder: Path, **train: Any
 ) -> tuple[Trainer, Segmenter]:
-    """A trainer of the evidential method at the second step of 15-5, and its teacher; `images` are those of an update.
+    """Return a trainer of the evidential method at the second step of 15-5, and its teacher; `images` per update.
 
     Its batches are pixels, or, where the backbone is frozen, what the head reads of them.
     """
@@ -120,8 +120,8 @@ def second_step(
 
 
 def fit_seconds(trainer: Trainer, teacher: Segmenter) -> float:
-    """The trainer's own loop over one epoch; its last checkpoint is not counted."""
+    """Return the seconds of the trainer's loop over one epoch, without its last checkpoint."""
     progress = trainer._fit(trainer.protocol.steps[-1], teacher)
     trainer.folder.checkpoint.unlink(missing_ok=True)
-    trainer.runtime.barrier()  # else another process finds it when it fits again
+    trainer.runtime.barrier()  # otherwise another process finds the checkpoint when it fits again
     return progress.seconds

@@ -1,4 +1,4 @@
-"""An evidential step with its teacher by the trainer's own loop, against the sum of its parts."""
+"""An evidential step with its teacher in the trainer's loop, against the sum of its parts."""
 
 from __future__ import annotations
 

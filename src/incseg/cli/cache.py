@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     others = {name: files for name in _OTHERS if (files := _files(name))}
     if args.action == "list":
         if args.names or args.all:
-            raise UserError("incseg cache list takes no names and no --all; they belong to incseg cache clear")
+            raise UserError("incseg cache list shows all caches; names and --all belong to incseg cache clear")
         return _print(_listed(features, others))
     if bool(args.names) == args.all:
         raise UserError("incseg cache clear needs either names, as incseg cache lists them, or --all")

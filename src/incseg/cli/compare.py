@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from incseg.cli.main import add_common
 from incseg.config import usual_settings
 from incseg.io import write_text
 from incseg.report.runs import collected_warnings, print_warning, read_runs, require_some
@@ -16,12 +17,7 @@ HELP = "print a table of finished runs, mean over seeds, beside published result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run folders, folders of run folders, or summaries (runs.jsonl, or runs.jsonl/NAME for one of its runs)",
-    )
+    add_common(parser, "runs")
     parser.add_argument("--format", choices=[*FORMATS], default="markdown", help="default: markdown")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file (default: print)")
     parser.add_argument(

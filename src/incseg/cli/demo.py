@@ -10,6 +10,7 @@ import webbrowser
 from pathlib import Path
 from types import FrameType
 
+from incseg.cli.main import add_common
 from incseg.demo.models import Models
 from incseg.demo.server import DEFAULT_PORT, DemoServer
 
@@ -17,26 +18,21 @@ HELP = "a local web page: drop an image, see mask, uncertainty and probabilities
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = "run folder, a folder of its steps/, or a .safetensors model"
-    parser.add_argument("model", metavar="MODEL", type=Path, help=model)
-    parser.add_argument("other", metavar="MODEL2", type=Path, nargs="?", help="another model, to compare side by side")
+    add_common(parser, "model")
+    parser.add_argument("other", metavar="MODEL2", nargs="?", help="another model, to compare side by side")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0 for any free one (default: {DEFAULT_PORT})")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument(
-        "--method", metavar="NAME", help="package.module:Class, for a model trained by a method of your own"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
+    add_common(parser, "--method", "--device", "--threads")
     parser.epilog = (
         "Images stay in the memory of this machine. Ctrl-C ends the server. To compare steps of a run, give it twice."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    paths = [path for path in (args.model, args.other) if path is not None]
+    paths = [Path(path) for path in (args.model, args.other) if path is not None]
     server = DemoServer(Models(paths, args.device, args.threads, args.method), args.host, args.port)
     # SIGINT too: shells let background processes ignore it
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from incseg.cli.main import add_common
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.export import TOLERANCE, agreement_line, export_onnx
 from incseg.inference import load
@@ -16,13 +17,9 @@ PASS_UNKNOWN = ("--method.",)  # the options of the method are known only when t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
+    add_common(parser, "model")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .onnx file to write")
     parser.add_argument("--format", choices=["onnx"], default="onnx", help="default: onnx")
-    parser.add_argument("--step", type=int, metavar="K", help="step of the run (default: the last)")
-    parser.add_argument(
-        "--method", metavar="NAME", help="package.module:Class, for a model trained by a method of your own"
-    )
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
@@ -30,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"compare graph and model at three sizes, and write the file only if they agree to {TOLERANCE:g} "
         "(default: --check)",
     )
+    add_common(parser, "--step", "--method")
     parser.epilog = (
         "The graph takes uint8 RGB (batch, 3, height, width) of any size and gives probabilities, uncertainty, labels "
         "and logits; class names, ids, colours and more are in its metadata: see docs/how-to/predict-and-export.md. "

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from incseg.cli.main import add_common
 from incseg.cli.settings import parse_extension
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
@@ -22,7 +23,7 @@ PASS_UNKNOWN = tuple(f"--{name}" for name in SETTINGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
+    add_common(parser, "model")
     parser.add_argument("--data", default="folder", metavar="NAME", help="kind of dataset (default: folder)")
     parser.add_argument("--root", metavar="DIR", help="folder of the dataset: images/, masks/, classes.txt")
     parser.add_argument(
@@ -40,11 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--images", type=Path, metavar="DIR",
         help="for a model that was saved without sums: any images that show its classes, without masks",
     )  # fmt: skip
-    parser.add_argument("--step", type=int, metavar="K", help="step of the run to start from (default: the last)")
     parser.add_argument("--method", metavar="NAME", help="how to learn (default: the method that trained the model)")
     parser.add_argument("--seed", type=int, default=42, help="seed of all random numbers (default: 42)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
+    add_common(parser, "--step", "--device", "--threads")
     recipes = "; ".join(f"{recipe.name}: {recipe.what}" for recipe in RECIPES.values())
     parser.epilog = (
         "Other classes in the masks count as background. One photograph in five, or those of val.txt, are held back to "

@@ -13,6 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import incseg
 from incseg.io import trust_named, unknown
@@ -115,6 +116,26 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
+
+
+_COMMON: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "MODEL", "help": "run folder, a folder of its steps/, or a .safetensors model"},
+    "runs": {
+        "metavar": "RUN",
+        "nargs": "+",
+        "help": "run folders, folders of run folders, or summaries (runs.jsonl, or runs.jsonl/NAME for one run)",
+    },
+    "--step": {"metavar": "K", "type": int, "help": "step of the run (default: the last)"},
+    "--method": {"metavar": "NAME", "help": "package.module:Class, for models trained by a method of your own"},
+    "--device": {"default": "auto", "help": "cpu, cuda, cuda:N or auto (default: auto)"},
+    "--threads": {"type": int, "help": "CPU threads of torch (default: torch's own choice)"},
+}
+
+
+def add_common(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add arguments that several commands share."""
+    for name in names:
+        parser.add_argument(name, **_COMMON[name])
 
 
 class _Parser(argparse.ArgumentParser):

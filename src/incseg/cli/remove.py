@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from incseg.cli.main import add_common
 from incseg.engine.rundir import model_file
 from incseg.io import require_file_name, require_known
-from incseg.methods.analytic import Analytic
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.types import UserError
 
@@ -15,10 +15,10 @@ HELP = "remove classes from a model, without training or images"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="run folder, a folder of its steps/, or a .safetensors model")
+    add_common(parser, "model")
     parser.add_argument("--classes", required=True, metavar="NAMES", help='for example "helmet,vest"')
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .safetensors model to write")
-    parser.add_argument("--step", type=int, metavar="K", help="step of the run (default: the last)")
+    add_common(parser, "--step")
     parser.epilog = (
         "Without a class that was solved in closed form, the model is as if the class had always been background. Of a "
         "class that was trained by SGD only the output is removed; the features of the network may still represent it."
@@ -39,13 +39,16 @@ def run(args: argparse.Namespace) -> int:
         require_known("class", name, known)
     if not names or len(set(names)) == len(known):
         raise UserError(f"'{args.classes}' names all classes or none; choose some of {', '.join(known)}")
-    ridge = float((about.get("method") or {}).get("ridge", Analytic.Config.ridge))
+    touched: list[str] = []
     for name in dict.fromkeys(names):
-        label = model.remove(name, ridge)
+        touched += model.solved_against(name)
+        label = model.remove(name)
         if label < len(about.get("palette", [])):
             del about["palette"][label]
     save_segmenter(args.out, model, about)
     left = [name for increment in model.increments for name in increment.classes]
     print(f"{args.out} knows {len(left)} classes: {', '.join(left)}")
+    if near := [name for name in left if name in touched]:
+        print(f"{', '.join(near)}: solved with or after it, so where it was they may change a little; all else stays")
     print(f"next: incseg predict {args.out} IMAGE… --out DIR")
     return 0

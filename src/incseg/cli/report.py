@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import incseg
+from incseg.cli.main import add_common
 from incseg.config import usual_settings
 from incseg.gallery import cached_models, report_blocks
 from incseg.io import write_text
@@ -36,23 +37,14 @@ IMAGES = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run folders, folders of run folders, or summaries (runs.jsonl, or runs.jsonl/NAME for one of its runs)",
-    )
+    add_common(parser, "runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the page (default: RUN/report)")
     parser.add_argument(
         "--images", type=int, default=IMAGES, metavar="N",
         help=f"test images for the models to predict, evenly chosen; 0 needs no data or models (default: {IMAGES})",
     )  # fmt: skip
     parser.add_argument("--root", metavar="DIR", help="folder of the dataset, if it has moved since training")
-    parser.add_argument(
-        "--method", metavar="NAME", help="package.module:Class, for models trained by a method of your own"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
+    add_common(parser, "--method", "--device", "--threads")
     parser.epilog = f"Writes DIR/index.html, which needs no other file, and DIR/{FIGURES_FOLDER}/*.png and *.svg."
 
 
@@ -87,8 +79,8 @@ def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namesp
     of_runs = [PageSection(one.title, section_blocks(one, figures)) for one in drawn]
     if args.images:
         models = cached_models(args.device, args.threads, args.method)
-        asked, across = report_blocks(drawn, args.images, args.root, figures, models)
-        for section, blocks in zip(of_runs, asked, strict=True):
+        compared, across = report_blocks(drawn, args.images, args.root, figures, models)
+        for section, blocks in zip(of_runs, compared, strict=True):
             section.blocks += blocks
         of_runs += [PageSection("Task against task", across)] if across else []
     return sections + of_runs

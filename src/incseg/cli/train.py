@@ -6,8 +6,9 @@ import argparse
 import sys
 
 from incseg.cli.settings import parse_run
-from incseg.engine.progress import figures_line, percent
+from incseg.engine.progress import figures_line
 from incseg.engine.runtime import is_main_process
+from incseg.metrics import percent
 from incseg.presets import FITS_OBJECTS
 from incseg.run import fit_size, train
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -21,12 +21,16 @@ class Extended(Source):
     behind. A class that both have, by the same name up to case, blanks, - and _, has the model's id in the masks: so
     it can be tested.
 
-    known:   what the model has learnt.
-    task:    the new classes, "helmet,vest", or "joint" for all that the model does not know.
-    colours: (N+1, 3) of background and the known classes.
+    known:    what the model has learnt.
+    task:     the new classes, "helmet,vest", or "joint" for all that the model does not know.
+    colours:  (N+1, 3) of background and the known classes.
+    improved: new classes that the model knew before, with the ids and colours that they go on to have.
     """
 
-    def __init__(self, inner: Source, known: Sequence[Increment], task: str, colours: np.ndarray) -> None:
+    def __init__(
+        self, inner: Source, known: Sequence[Increment], task: str, colours: np.ndarray,
+        improved: Mapping[str, tuple[int, Sequence[int]]] | None = None,
+    ) -> None:  # fmt: skip
         self.inner = inner
         names = {i: name for increment in known for i, name in zip(increment.ids, increment.classes, strict=True)}
         self.known = tuple(names.values())
@@ -42,8 +46,10 @@ class Extended(Source):
             ),
         ]
         others = [name for name in inner.info.classes if name not in self.new and folded(name) not in similar]
-        first, known_ids = max(names) + 1, [*names]
-        names |= dict(enumerate([*self.new, *others], start=first))
+        known_ids, improved = [*names], improved or {}
+        names |= {own: name for name, (own, _) in improved.items()}
+        first = max(names) + 1
+        names |= dict(enumerate([name for name in [*self.new, *others] if name not in improved], start=first))
         if max(names) > MAX_CLASSES:
             raise UserError(
                 f"the ids of {inner.info.name} behind the model's would go up to {max(names)}, and {MAX_CLASSES} is "
@@ -58,7 +64,9 @@ class Extended(Source):
                 self.notes.append(f"'{name}' in the masks is tested as the known class '{names[self._table[number]]}'")
         listed = tuple(names.get(i, f"(id {i}, not used)") for i in range(1, max(names) + 1))
         self.info = DatasetInfo(inner.info.name, listed, inner.info.has_background)
-        self._palette = _palette([BACKGROUND, *known_ids], colours, range(first, max(names) + 1))
+        kept = np.array([*colours.tolist(), *(colour for _, colour in improved.values())])
+        own = [BACKGROUND, *known_ids, *(own for own, _ in improved.values())]
+        self._palette = _palette(own, kept, range(first, max(names) + 1))
 
     @property
     def table(self) -> np.ndarray:

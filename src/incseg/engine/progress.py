@@ -23,7 +23,7 @@ from rich.text import Text
 
 from incseg.data.loaders import Loaded
 from incseg.engine.runtime import is_main_process
-from incseg.metrics import FIGURES
+from incseg.metrics import FIGURES, percent
 
 log = logging.getLogger("incseg")
 log.setLevel(logging.INFO)
@@ -198,10 +198,6 @@ def log_rows(
     log.info(f"step {last['index']}: {figures_line(last)}", extra={"table": table, "notes": list(notes)})
     for line in never_predicted(last, class_images or {}):
         log.warning(line, extra={"table": None})
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
 
 
 def figures_line(figures: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ import yaml
 
 import incseg
 from incseg.io import FolderLock, read_record, read_yaml, write_json, write_text
+from incseg.models.box import box_names, boxed_model
 from incseg.types import UserError
 
 STATE_FILE = "state.safetensors"
@@ -185,9 +186,14 @@ class RunDir:
 
 
 def model_file(path: Path, step: int | None = None) -> Path:
-    """Return the model file that a path from the user stands for."""
+    """Return the model file that a path from the user stands for, or the name of a model that comes with incseg."""
     if not path.exists():
-        raise UserError(f"'{path}' does not exist; give a run folder, one of its steps, or a model file")
+        if str(path) in box_names():
+            return boxed_model(str(path))
+        ready = ", ".join(box_names())
+        raise UserError(
+            f"'{path}' does not exist; give a run folder, one of its steps, a model file, or a ready model ({ready})"
+        )
     _require_models(path)
     run = RunDir(path)
     own = path / "model.safetensors"

@@ -28,13 +28,14 @@ class WarmStart:
     """A model ready to be extended by a method.
 
     about:    metadata of the model file.
-    improved: classes that the file knows and that the run learns further; they are removed from `model`.
+    improved: classes that the file knows and that the run learns further, with their ids and colours; they are removed
+              from `model`.
     """
 
     file: Path
     model: Segmenter
     about: dict[str, Any]
-    improved: list[str] = dataclasses.field(default_factory=list)
+    improved: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def open(path: str, method: Method, method_name: str) -> WarmStart:
@@ -66,7 +67,7 @@ class WarmStart:
             model = converted
         return WarmStart(file, model, about)
 
-    def learn_further(self, task: str, ridge: float) -> list[str]:
+    def learn_further(self, task: str) -> list[str]:
         """Remove the classes of a task that were solved in closed form, so that the run learns them from their sums and
         more images. Return their names.
 
@@ -74,14 +75,16 @@ class WarmStart:
         """
         solved = {name for increment in self.model.increments if increment.solved for name in increment.classes}
         named = [task] if task in solved else [name.strip() for name in task.split(",")]
-        again = [name for name in named if name in solved]
+        again = [name for name in dict.fromkeys(named) if name in solved]
         if again and len(again) == len(self.classes):
             raise UserError(f"'{task}' names all classes of the model '{self.file}'; leave out at least one")
         for name in again:
-            label = self.model.remove(name, ridge, to_learn_further=True)
+            ids = [BACKGROUND, *(i for increment in self.model.increments for i in increment.ids)]
+            colours = self.colours.tolist()
+            label = self.model.remove(name, to_learn_further=True)
+            self.improved[name] = ids[label], colours[label]
             if label < len(self.about.get("palette", [])):
                 del self.about["palette"][label]
-        self.improved = again
         return again
 
     @property
@@ -96,8 +99,8 @@ class WarmStart:
         return saved if saved.shape == (len(ids), 3) else voc_palette()[ids]
 
     def extended(self, source: Source, task: str) -> Extended:
-        """Return a dataset in this model's ids, followed by the new classes of `task`."""
-        return Extended(source, self.model.increments, task, self.colours)
+        """Return a dataset in this model's ids, then the new classes of `task`; improved ones have their own."""
+        return Extended(source, self.model.increments, task, self.colours, self.improved)
 
     def network(self, config: ModelConfig, size: int = 0) -> Segmenter:
         """Return the model. `config` must be that of the model, except that it may freeze the backbone or not.
@@ -107,10 +110,10 @@ class WarmStart:
         """
         own = self.model.config
         for field in dataclasses.fields(ModelConfig):
-            asked, there = (_comparable(getattr(c, field.name)) for c in (config, own))
-            if asked != there and field.name not in ("weights", "freeze_backbone"):
+            given, saved = (_comparable(getattr(c, field.name)) for c in (config, own))
+            if given != saved and field.name not in ("weights", "freeze_backbone"):
                 raise UserError(
-                    f"model.{field.name} is {asked}, but the model '{self.file}' has {there}; leave it out, because "
+                    f"model.{field.name} is {given}, but the model '{self.file}' has {saved}; leave it out, because "
                     "only model.freeze_backbone may differ"
                 )
         own.freeze_backbone = config.freeze_backbone

@@ -1,8 +1,8 @@
-"""The background as a union (MiB): today's background holds old classes, yesterday's held today's new ones.
+"""Background as a union (MiB): background of a step contains old classes, and that of its teacher contains new ones.
 
-So the label "background" is scored by the probability of background or any old class, and the teacher's background
-probability is compared with that of background or any new class. Outputs stand in the order of learning: background,
-old foreground classes, new ones; classes are dimension 1, everything behind it is free.
+So the label "background" is scored by the probability of background or any old class, and the teacher's probability of
+background is compared with that of background or any new class. Outputs are in the order of learning: background, old
+foreground classes, new ones. Classes are dimension 1; any shape may follow.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ def background_cross_entropy_sum(logits: Tensor, target: Tensor, num_old: int) -
 def background_distillation_sum(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Return −(1/|O|) [q_0·log(p_0 + Σ_{c∈N} p_c) + Σ_{c∈O\\0} q_c·log p_c]: the sum over all pixels.
 
-    q is the teacher's softmax over its outputs O, p the student's over all, N the outputs that the teacher lacks.
-
+    q is the teacher's softmax over its outputs O, p the student's over all, N the outputs that the teacher lacks;
     logits (B, C, …), teacher_logits (B, |O|, …). Equals `output_distillation_sum` when nothing is new.
     """
     return output_distillation_sum(fold_new_into_background(logits, teacher_logits.shape[1]), teacher_logits)
 
 
 def fold_new_into_background(logits: Tensor, num_old: int) -> Tensor:
-    """(B, C, …) → (B, num_old, …): channel 0 is the score of "background or new", log Σ exp z, the old ones stay.
+    """(B, C, …) → (B, num_old, …): channel 0 is the score of "background or new", log Σ exp z; others do not change.
 
-    Its softmax gives the probabilities of those events; the identity when nothing is new.
+    The softmax gives the probabilities of these events. If nothing is new, this is the identity.
     """
     _require_outputs(logits, num_old)
     background_or_new = torch.cat([logits[:, :1], logits[:, num_old:]], dim=1).logsumexp(1, keepdim=True)
@@ -52,6 +51,4 @@ def fold_new_into_background(logits: Tensor, num_old: int) -> Tensor:
 
 def _require_outputs(logits: Tensor, num_old: int) -> None:
     if not 1 <= num_old <= logits.shape[1]:
-        raise ValueError(
-            f"num_old is {num_old}; background counts, and there are {logits.shape[1]} outputs: give 1 to that"
-        )
+        raise ValueError(f"num_old is {num_old}; it must be from 1 (background) to all {logits.shape[1]} outputs")

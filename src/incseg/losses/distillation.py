@@ -1,7 +1,7 @@
-"""Distillation: what a student is asked to keep of its teacher, in its outputs and in its feature maps.
+"""Distillation of a teacher's outputs and feature maps.
 
-Losses on outputs are per pixel, with classes in dimension 1 and any shape behind it; a student may have more outputs
-than its teacher, the old ones first. Losses on maps are (B, C, H, W) at the network's own resolution.
+Losses on outputs are per pixel, with classes in dimension 1 and any shape after it. A student may have more outputs
+than its teacher, the old ones first. Losses on maps take (B, C, H, W) at the resolution of the network.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ def local_pod(
 ) -> Tensor:
     """Distance of the maps' local statistics (PLOP): mean over the samples of the batch and over the maps.
 
-    features, teacher_features: as many maps (B, C, H, W), equal in shape pair by pair. Each map is squared and split
-    into s×s tiles for every scale s; the means of the rows and of the columns of all tiles make one vector per sample,
-    and the distance is the L2 norm of the difference of the two vectors.
+    features, teacher_features: equal numbers of maps (B, C, H, W) with the same shapes. Each map is squared and split
+    into s×s tiles for every scale s. The means of the rows and columns of all tiles make one vector per sample; the
+    distance is the L2 norm of the difference of the two vectors.
 
-    A side that s does not divide is split into s parts that differ by one at most (14 in four: 4, 4, 3, 3), so that
-    every position counts; one shorter than s has as many parts as positions. Zero for equal maps, with zero gradient;
-    k·x against x is |k² − 1| times the norm of x's own vector.
+    A side that s does not divide is split into s parts that differ by at most one (14 in four: 4, 4, 3, 3), so that
+    every position counts; a side shorter than s has as many parts as positions. Zero for equal maps, with zero
+    gradient; k·x against x is |k² − 1| times the norm of the vector of x.
     """
     if len(features) != len(teacher_features) or not features:
         raise ValueError(
-            f"{len(features)} maps cannot be compared with {len(teacher_features)}; give as many, at least 1"
+            f"{len(features)} maps cannot be compared with {len(teacher_features)}; give equal numbers, at least 1"
         )
     distances = [_pod_distance(x, t, scales) for x, t in zip(features, teacher_features, strict=True)]
     return torch.stack([distance.mean() for distance in distances]).mean()
 
 
 def trained_maps(out: Output, teacher: Output) -> tuple[list[Tensor], list[Tensor]]:
-    """The maps that training can part from the teacher's, and the teacher's: stages of a backbone that is not frozen
-    (with kept features there are none), and what the classifiers read."""
+    """Return the maps that training can change, and those of the teacher: the stages of a backbone that is not frozen
+    (with cached features there are none), and the embedding."""
     pairs = [(own, old) for own, old in zip(out.stages, teacher.stages, strict=True) if own.requires_grad]
     pairs.append((out.embedding, teacher.embedding))
     return [own for own, _ in pairs], [old for _, old in pairs]
 
 
 def _pod_distance(x: Tensor, teacher: Tensor, scales: Sequence[int]) -> Tensor:
-    """(B, C, H, W) each → (B,). Means are linear, so those of the difference of squares are all that is needed."""
+    """(B, C, H, W) each → (B,). Means are linear, so the means of the difference of squares suffice."""
     if x.shape != teacher.shape:
         raise ValueError(f"a map of shape {tuple(x.shape)} cannot be compared with one of {tuple(teacher.shape)}")
     difference = _single(x).square() - _single(teacher).square()
@@ -83,7 +83,7 @@ def _pod_distance(x: Tensor, teacher: Tensor, scales: Sequence[int]) -> Tensor:
 
 
 def _tile_means(size: int, scales: Sequence[int], like: Tensor) -> Tensor:
-    """(size, Σ parts) weights: column by column, the mean over one part of an axis split at each scale."""
+    """Return (size, Σ parts) weights. Each column averages over one part of an axis that is split at each scale."""
     columns = []
     for scale in scales:
         for part in torch.arange(size).tensor_split(min(scale, size)):
@@ -101,5 +101,5 @@ def _old_outputs(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def _single(x: Tensor) -> Tensor:
-    """At least float32: squares of half-precision features overflow."""
+    """Return at least float32: squares of half-precision features overflow."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -38,8 +38,8 @@ def evidential_cross_entropy(
     """−log p_y per pixel, as (foreground part, background part): one of them is zero at every pixel.
 
     logits (B, K, …) of the scope; labels (B, …) with 0 background, 1..K the scope's classes, 255 ignored.
-    The parts come apart because the foreground-background weight treats them apart. Only the label's own
-    probability is formed, never all K+1.
+    The parts are separate because their weights can differ. Only the probability of the label is computed, not all
+    K+1.
     """
     d = dirichlet(logits, rectifier)
     is_background, is_foreground = labels == 0, (labels != 0) & (labels != IGNORE)
@@ -56,8 +56,8 @@ def evidential_cross_entropy(
 def increments_cross_entropy(
     logits: Tensor, labels: Tensor, sizes: Sequence[int], rectifier: Rectifier = "exp_sigmoid"
 ) -> Tensor:
-    """Σ_k −log p_y^(k) per pixel, increment k's Dirichlet over its own sizes[k] classes only: what each of them was
-    trained by. A class of another increment is background to it, so that one term is −log p_y, the others −log u.
+    """Σ_k −log p_y^(k) per pixel, with the Dirichlet of increment k over its own sizes[k] classes, as in its training.
+    A class of another increment is background for it, so one term is −log p_y and the others are −log u.
 
     logits (B, N, …) with N = Σ sizes; labels (B, …) with 0 background, 1..N, 255 ignored. With one increment it is the
     sum of both parts of `evidential_cross_entropy`.
@@ -91,11 +91,11 @@ def distill_uncertainty(student: Dirichlet, teacher: Dirichlet) -> Tensor:
 def foreground_background_weights(
     num_background: Tensor, num_foreground: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """(w_0, w_fg) = min(limit, N_total / N_set); an empty set weighs nothing."""
+    """(w_0, w_fg) = min(limit, N_total / N_set); 0 for an empty set."""
     total = num_background + num_foreground
 
     def weight(count: Tensor) -> Tensor:
-        # a count may lie below one: it is the mean over processes
+        # a count may be below one: it is a mean over processes
         return torch.where(count > 0, (total / count).clamp(max=limit), torch.zeros_like(total))
 
     return weight(num_background), weight(num_foreground)
@@ -105,7 +105,7 @@ def inverse_frequency_weights(counts: Tensor, power: float) -> Tensor:
     """(256,) weight of a pixel by its label, w_c ∝ n_c^(−power), scaled so that the weights of all pixels sum to their
     number; 0 for labels that no pixel has and for ignored ones.
 
-    power 0 weighs all pixels alike; with power 1 every label counts as much as every other, however rare.
+    With power 0 all pixels have the same weight; with power 1 all labels have the same total weight.
     """
     counts = counts.double().clone()
     counts[IGNORE] = 0
@@ -161,7 +161,7 @@ def _cross_entropy(
     own = (labels.long() - 1).clamp_(0, size - 1).unsqueeze(1)
     own_alpha = e.gather(1, own).squeeze(1).add_(1)
     at_foreground, at_background = is_foreground * of_foreground, is_background * of_background
-    log_strength = (total / size).log1p_()  # the background's probability is exact where it is nearly one
+    log_strength = (total / size).log1p_()  # exact even if the probability of background is almost one
     foreground = 2 * (log_strength + math.log(size)) - total.log() - own_alpha.log()
     factor = at_foreground * (2 / strength - 1 / total) + at_background / strength
     pull = slope.gather(1, own).squeeze(1).mul_(at_foreground / own_alpha)
@@ -209,7 +209,7 @@ def _with_gradient(
 
 
 class _ClosedForm(torch.autograd.Function):
-    """The terms; the gradient of their sum is made on the way forward, so that nothing else need be held for it."""
+    """The terms, with the gradient of their sum computed in the forward pass, so that nothing else must be stored."""
 
     @staticmethod
     def forward(
@@ -230,7 +230,7 @@ class _ClosedForm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, teacher, *scales = ctx.saved_tensors
-        gradient, ctx.gradient = ctx.gradient, None  # whoever gets it may change it
+        gradient, ctx.gradient = ctx.gradient, None  # the receiver may change it
         if gradient is None or not bool((torch.stack(upstream) == 1).all()):
             weighted = [scale * one for scale, one in zip(scales, upstream[:1] + upstream, strict=False)]
             _, gradient = _with_gradient(logits, labels, teacher, ctx.skipped, ctx.rectifier, weighted)
@@ -250,9 +250,9 @@ def evidential_losses(
     `distill_uncertainty`.
 
     logits (B, K, H, W); labels (B, H, W) of the scope, which leaves out the first `skipped` classes; teacher_logits
-    (B, K', H, W) of the first K' classes; where classes are skipped, these are just they. scales: four factors, of
-    foreground pixels (one number or a map), background pixels, and both distillations. They are asked for here because
-    the closed form makes the gradient together with the terms. It needs scores that fit (`fits`); log space takes all.
+    (B, K', H, W) of the first K' classes, which are the skipped ones if any are skipped. scales: four factors, of
+    foreground pixels (one number or a map), background pixels, and both distillations. They are arguments because the
+    closed form computes the gradient together with the terms. It needs scores that fit (`fits`); log space takes all.
     """
     if teacher_logits is not None and skipped not in (0, teacher_logits.shape[1]):
         raise ValueError(f"{skipped} classes are skipped, and the teacher has {teacher_logits.shape[1]}")

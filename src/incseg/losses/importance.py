@@ -1,4 +1,4 @@
-"""How much each parameter matters to what was learnt, and the penalty for moving it: EWC, PI and RW.
+"""Importance of parameters for what was learnt, and the penalty on their change: EWC, PI and RW.
 
 All functions work on one parameter tensor at a time, any shape, except `quadratic_penalty`, which sums over
 named ones. θ are parameters, g the gradient of the loss without the penalty.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 SQUARE_RATE = 0.9
-"""Share of the newest g² in its running mean (MiB's code, which the published figures of EWC and RW come from)."""
+"""Share of the newest g² in its running mean (MiB's code, the source of the published figures of EWC and RW)."""
 PATH_DAMPING = 1e-3
-"""ξ of the path integral (Zenke et al. 2017, section 5.1): parameters that hardly moved are not divided by zero."""
+"""ξ of the path integral (Zenke et al. 2017, section 5.1): prevents division by zero if a parameter hardly moved."""
 WALK_DAMPING = 1e-8
 """ε of Riemannian walk (MiB's code)."""
 
@@ -22,9 +22,9 @@ WALK_DAMPING = 1e-8
 def quadratic_penalty(
     parameters: Mapping[str, Tensor], anchors: Mapping[str, Tensor], importance: Mapping[str, Tensor]
 ) -> Tensor:
-    """Σ I·(θ − θ_old)² over the parameters that `importance` names; zero where nothing has moved.
+    """Σ I·(θ − θ_old)² over the parameters that `importance` names; zero if nothing has moved.
 
-    Summed in the order of `parameters`: importance that was saved and loaded may stand in another.
+    The sum is in the order of `parameters`: importance that was saved and loaded may have another order.
     """
     return torch.stack(
         [
@@ -36,35 +36,35 @@ def quadratic_penalty(
 
 
 def penalty_gradient(parameter: Tensor, anchor: Tensor, importance: Tensor) -> Tensor:
-    """2·I·(θ − θ_old): what `quadratic_penalty` adds to a gradient."""
+    """2·I·(θ − θ_old): the gradient of `quadratic_penalty`."""
     return 2 * importance * (parameter - anchor)
 
 
 def running_square(average: Tensor, gradient: Tensor, rate: float = SQUARE_RATE) -> Tensor:
-    """rate·g² + (1 − rate)·average: the diagonal of the Fisher information, as the last batches show it."""
+    """rate·g² + (1 − rate)·average: the diagonal of the Fisher information, estimated from the last batches."""
     return torch.lerp(average, gradient.square(), rate)
 
 
 def path_step(gradient: Tensor, before: Tensor, now: Tensor) -> Tensor:
-    """g(now)·(before − now): how much of the loss's fall in the last update this parameter accounts for.
+    """g(now)·(before − now): the decrease of the loss in the last update due to this parameter.
 
-    The sum over updates is the path integral with the gradient at the end of each piece. On a straight line
-    through a quadratic loss it errs by half of the curvature times the squared step, so less with every halving.
+    The sum over updates is the path integral with the gradient at the end of each piece. For a quadratic loss its
+    error is half of the curvature times the squared step.
     """
     return gradient * (before - now)
 
 
 def walk_step(gradient: Tensor, before: Tensor, now: Tensor, square: Tensor) -> Tensor:
-    """`path_step` per distance on the Riemannian manifold, ½·F·(now − before)²; zero where nothing moves."""
+    """`path_step` per distance on the Riemannian manifold, ½·F·(now − before)²; zero if nothing moves."""
     return path_step(gradient, before, now) / (0.5 * square * (now - before).square() + WALK_DAMPING)
 
 
 def path_importance(path: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """max(path, 0) / ((end − start)² + ξ): the fall of the loss per squared way, from where a step began."""
+    """max(path, 0) / ((end − start)² + ξ): the decrease of the loss per squared change over the whole step."""
     return path.clamp(min=0) / ((end - start).square() + PATH_DAMPING)
 
 
 def min_max(x: Tensor) -> Tensor:
-    """To [0, 1] within the tensor; a constant tensor, and so one of a single value, becomes zero."""
+    """Scale a tensor to [0, 1]; a constant tensor becomes zero."""
     low, high = x.min(), x.max()
     return torch.where(high > low, (x - low) / (high - low), torch.zeros_like(x))

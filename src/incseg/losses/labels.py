@@ -1,4 +1,4 @@
-"""Labels of a batch seen otherwise: over another scope of classes, or with the background filled in."""
+"""Changes of the labels of a batch: to another scope of classes, or with background filled in."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from incseg.types import BACKGROUND, IGNORE
 
 
 def shifted(labels: Tensor, skipped: int) -> Tensor:
-    """Learnt labels → labels of a scope that leaves out the first `skipped` classes, none of which may occur.
+    """Return learnt labels as labels of a scope without the first `skipped` classes, which must not occur.
 
-    Background and ignored pixels stay; with nothing skipped, all do.
+    Background and ignored pixels do not change.
     """
     if skipped == 0:
         return labels
-    keep = (labels == BACKGROUND) | (labels == IGNORE)
-    return torch.where(keep, labels, labels - skipped)
+    unchanged = (labels == BACKGROUND) | (labels == IGNORE)
+    return torch.where(unchanged, labels, labels - skipped)
 
 
 def fill_background(labels: Tensor, other: Tensor) -> Tensor:
-    """Background pixels take the label that `other` gives them, all others keep their own.
+    """Return the labels with background pixels replaced by those of `other`; all other pixels do not change.
 
-    labels (…) uint8; other, of the same shape, is background where it knows nothing better: then nothing changes.
+    labels (…) uint8; other has the same shape.
     """
     return torch.where(labels == BACKGROUND, other.to(labels.dtype), labels)

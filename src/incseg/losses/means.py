@@ -1,4 +1,5 @@
-"""What a loss term is a mean over. Methods name it; the engine divides, so that any number of parts gives one result.
+"""Loss terms with the pixels or images that they average over. The engine divides, so that the result does not depend
+on the number of parts of a batch.
 
 The images of an update are divided among processes and micro-batches, and gradients are averaged over these parts. A
 sum over the pixels of one part is therefore divided by the mean number of pixels of a part, not by its own number.
@@ -18,7 +19,7 @@ Pixels = Literal["labelled", "all"]
 
 
 def pixel_count(batch: Batch, over: Pixels = "labelled") -> Tensor:
-    """Return the number of pixels that a mean divides by: those with a label, or all, void ones too."""
+    """Return the number of pixels to divide by: those with a label, or all including void ones."""
     return batch.valid_pixels if over == "labelled" else batch.counts.sum()
 
 
@@ -26,10 +27,10 @@ def pixel_count(batch: Batch, over: Pixels = "labelled") -> Tensor:
 class PixelMean:
     """The mean of per-pixel values over the whole batch, times a weight.
 
-    values: (B, h, w) at any resolution, or sums of them at that of the labels.
-    weight: of the term; None for 1.
-    over:   the pixels that the mean counts: those with a label, or all, void ones too.
-    each:   a weight for every value, or one for all.
+    values: (B, h, w) at any resolution, or their sum at the resolution of the labels.
+    weight: weight of the term; None for 1.
+    over:   pixels to average over: those with a label, or all including void ones.
+    each:   weight of each value, or one for all.
     """
 
     values: Tensor
@@ -38,7 +39,7 @@ class PixelMean:
     each: Tensor | None = None
 
     def scalar(self, batch: Batch, in_strips: bool = False) -> Tensor:
-        """Return the term; `in_strips` where the values are rows of a map that is as large as the labels."""
+        """Return the term. Set `in_strips` if the values are rows of a map at the resolution of the labels."""
         pixels = pixel_count(batch, self.over)
         if self.values.ndim == 3 and not in_strips:
             positions = self.values.shape[-2:].numel() / batch.labels.shape[-2:].numel()
@@ -51,7 +52,7 @@ class PixelMean:
 
 @dataclass(frozen=True)
 class PixelSum:
-    """A sum over pixels that was divided by `pixel_count` already, for a loss that needs its scale beforehand."""
+    """A sum over pixels, divided by `pixel_count` already, for losses that need their scale in advance."""
 
     value: Tensor
 
@@ -74,7 +75,7 @@ class ImageMean:
 
 
 Term = Tensor | PixelTerm | ImageMean
-"""A loss term. A tensor belongs to the whole batch and is taken as it is, such as a penalty on parameters."""
+"""A loss term. A plain tensor, such as a penalty on parameters, is a term of the whole batch and is not scaled."""
 
 
 def normalised(terms: Mapping[str, Term], batch: Batch) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""Class prototypes in feature space: their running means, and losses that hold, gather, part and even out features.
+"""Class prototypes in feature space: running means, and the losses of SDR on features.
 
-Features (B, D, h, w) are at the network's resolution, and so are the labels here (`position_labels`): 0 background,
-1… classes, 255 void. N = B·h·w positions, K labels with background. `counts` are positions per label, the mean over
-the parts of a batch like `Batch.counts`: what is summed here and divided by them averages to the value of the whole
-batch, gradients too.
+Features (B, D, h, w) and labels (`position_labels`) are at the resolution of the network; labels are 0 background, 1…
+classes, 255 void. There are N = B·h·w positions and K labels with background. `counts` are positions per label, the
+mean over the parts of a batch like `Batch.counts`: sums divided by them average to the value of the whole batch, also
+for gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from incseg.types import BACKGROUND, IGNORE
 
 _SMALLEST_COUNT = 1e-6  # below any share of one position among processes
-_SMALLEST_DISTANCE = 1e-3  # two means that coincide push with a finite force
+_SMALLEST_DISTANCE = 1e-3  # bounds the gradient of means that coincide
 
 
 def nearest(labels: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, H, W) labels brought to another size by taking the nearest."""
+    """Resize (B, H, W) labels by nearest neighbour."""
     return F.interpolate(labels.unsqueeze(1).float(), size, mode="nearest").squeeze(1).long()
 
 
 def position_labels(labels: Tensor, teacher_logits: Tensor | None, size: tuple[int, int]) -> Tensor:
-    """(B, h, w): the label of each position; on background the teacher's arg-max, as old classes hide there."""
+    """Return (B, h, w): the label of each position; on background, which may show old classes, that of the teacher."""
     own = nearest(labels, size)
     if teacher_logits is None:
         return own
@@ -44,7 +44,7 @@ def flatten_positions(features: Tensor) -> Tensor:
 
 
 def class_sums(positions: Tensor, members: Tensor) -> Tensor:
-    """(N, D), (N, K) → (K, D + 1): each class's sum of positions, and how many there are. Without gradient."""
+    """(N, D), (N, K) → (K, D + 1): the sum of positions of each class, and their number. Without gradient."""
     members, positions = members.to(positions.dtype), positions.detach()
     return torch.cat([members.T @ positions, members.sum(0).unsqueeze(1)], dim=1)
 
@@ -58,9 +58,9 @@ def means_of(sums: Tensor) -> tuple[Tensor, Tensor]:
 def class_means(positions: Tensor, members: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(N, D), (N, K) → `means_of` the whole batch, with gradient.
 
-    `sums` is the mean of `class_sums` over all parts of the batch; None where this is the only one. The means are the
-    same in each part; the gradient is that of its own positions, scaled so that the average of the parts' gradients is
-    the gradient of the means.
+    `sums` is the mean of `class_sums` over all parts of the batch; None if there is only one part. The means are the
+    same in each part. The gradient is that of the part's positions, scaled so that the average over parts is the
+    gradient of the means.
     """
     own = members.to(positions.dtype).T @ positions
     own_part = F.pad(own - own.detach(), (0, 1))  # zero, with the gradient
@@ -75,7 +75,7 @@ def running_mean(average: Tensor, seen: Tensor, means: Tensor, counts: Tensor) -
 
 
 def matching(means: Tensor, prototypes: Tensor, chosen: Tensor) -> Tensor:
-    """Mean over the chosen classes (K booleans) of MSE(mean, prototype); zero where they agree or none is chosen."""
+    """Mean over the chosen classes (K booleans) of MSE(mean, prototype); zero if they agree or none is chosen."""
     return (chosen * (means - prototypes).square().mean(1)).sum() / chosen.sum().clamp(min=1)
 
 
@@ -88,7 +88,7 @@ def attraction(positions: Tensor, members: Tensor, prototypes: Tensor, counts: T
 
 
 def repulsion(means: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of 1/‖μ_i − μ_j‖ over pairs of chosen classes; zero where there is no pair."""
+    """Mean of 1/‖μ_i − μ_j‖ over pairs of chosen classes; zero if there is no pair."""
     present = means[chosen]
     first, second = torch.triu_indices(len(present), len(present), offset=1, device=means.device)
     distances = (present[first] - present[second]).square().sum(1).clamp(min=_SMALLEST_DISTANCE**2).sqrt()
@@ -98,9 +98,9 @@ def repulsion(means: Tensor, chosen: Tensor) -> Tensor:
 def sparsity_sum(features: Tensor, labels: Tensor) -> Tensor:
     """Σ over labelled positions of Σ_k exp(f_k) / Σ_k f_k, f = max(F, 0) / the maximum in its class and image.
 
-    e where all D channels are at the maximum, e + D − 1 where one is and the others are silent: as printed, the loss
-    falls with every f_k. A position whose f sum to less than 1 counts as if they summed to 1, as the printed form is
-    unbounded there.
+    It is e if all D channels are at the maximum, and e + D − 1 if one is and the others are zero: as in the paper, the
+    loss falls with every f_k. If the f of a position sum to less than 1, they count as if they summed to 1, because the
+    form in the paper is unbounded there.
     """
     rectified = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=0)
     group = (labels + 256 * torch.arange(len(labels), device=labels.device).view(-1, 1, 1)).flatten()

@@ -1,7 +1,7 @@
-"""The sigmoid model of a pixel: every output says yes or no for itself. LwF-MC, SSUL, DKD.
+"""The sigmoid model of a pixel: a binary decision per class. Used by LwF-MC, SSUL and DKD.
 
-If exactly one of several independent classes is true, class c is with probability ∝ exp(z_c): so `softmax_prediction`
-is the rule of decision here too, and its arg-max is the strongest sigmoid. Shapes: classes are dimension 1.
+If exactly one of several independent classes is true, the probability of class c is ∝ exp(z_c). So the arg-max of
+`softmax_prediction` is also the largest sigmoid. Classes are dimension 1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from incseg.types import BACKGROUND, IGNORE
 
 
 def log_one_plus_exp(z: Tensor) -> Tensor:
-    """−log(1 − σ(z)): the loss of saying yes where it is no."""
+    """−log(1 − σ(z)): the loss of a negative."""
     return F.softplus(z, threshold=40)  # the default, 20, cuts float64 short
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor, first: int = 0, positive_weight: float = 1.0) -> Tensor:
     """Σ_c BCE(σ(z_c), 1[y = c]) per pixel, channel k being label first + k; zero where the label is ignored.
 
-    (B, C, …), (B, …) → (B, …). A label that has no channel is no to all of them. The term of c = y is multiplied by
-    `positive_weight`, the others are not; 1 is the plain loss.
+    (B, C, …), (B, …) → (B, …). A label without a channel is a negative for all. Only the term of c = y is multiplied by
+    `positive_weight`; 1 is the plain loss.
     """
     own = labels.long() - first
     has_channel = (own >= 0) & (own < logits.shape[1])
@@ -42,9 +42,9 @@ def binary_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def sure_background(labels: Tensor, teacher_logits: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
-    """Background pixels of which the teacher is sure: (that they are background, that they are an old class).
+    """Return two masks of background pixels where the teacher is confident: of background, and of an old class.
 
-    Sure is a strongest sigmoid of at least `confidence`; the other background pixels are in neither mask.
+    Confident means that the largest sigmoid is at least `confidence`. Other pixels are in neither mask.
     """
     strongest = teacher_logits.max(1)
     threshold = math.log(confidence / (1 - confidence))
@@ -53,8 +53,8 @@ def sure_background(labels: Tensor, teacher_logits: Tensor, confidence: float) -
 
 
 def decompose(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores for and against each class: features (B, D, h, w) by the positive, by the negative part of the weights.
+    """Return the scores for and against each class: features times the positive and the negative part of the weights.
 
-    weight (C, D, 1, 1) → two of (B, C, h, w). They sum to the logits without bias.
+    features (B, D, h, w), weight (C, D, 1, 1) → two of (B, C, h, w). They sum to the logits without bias.
     """
     return F.conv2d(features, weight.clamp(min=0)), F.conv2d(features, weight.clamp(max=0))

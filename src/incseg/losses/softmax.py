@@ -1,4 +1,4 @@
-"""The softmax model of a pixel, background an output like the others: cross-entropy and prediction."""
+"""Softmax cross-entropy of pixels. Background is an output like the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from incseg.types import IGNORE
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Σ −log softmax(z)_y over the pixels that are not ignored; zero where all are."""
+    """Σ −log softmax(z)_y over the pixels that are not ignored; zero if all are."""
     return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE, reduction="sum")
 
 

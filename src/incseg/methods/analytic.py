@@ -159,10 +159,20 @@ class Analytic(Method):
     # Later steps: solved.
 
     def solve(self, context: StepContext) -> bool:
-        """Add the step's classes to the model."""
+        """Add the step's classes to the model.
+
+        With `sgd_share` 1 nothing of the model changes: they get a solution of their own. Else all solved classes are
+        solved anew, together.
+        """
         model, step = context.model, context.step
         if step.index == 0 and not self._base_is_solved:
             return False
+        beside = self.config.sgd_share == 1 and bool(model.increments)
+        if not beside and any(increment.beside for increment in model.increments):
+            raise UserError(
+                f"method.sgd_share is {self.config.sgd_share:g}, and this model has classes that were added beside "
+                "those before; go on with --method.sgd_share 1"
+            )
         if model.closed_form is None and model.increments:
             log.info(
                 "note: the model has no sums of what it learnt from, so the new classes are solved against these "
@@ -173,11 +183,12 @@ class Analytic(Method):
         form = model.closed_form
         assert form is not None
         form.nothing_waits()
-        form.sgd_share = self.config.sgd_share
-        head = list(model.heads).index(form) + 1
-        model.grow(Increment(step.names, step.new, len(context.images), head, solved=True))
-        form.shifts[-len(step.new) :] = self.config.shift
-        self._take(form, 1.0)
+        if not beside:
+            form.sgd_share = self.config.sgd_share
+        head = len(model.heads) + 1 if beside else list(model.heads).index(form) + 1
+        model.grow(Increment(step.names, step.new, len(context.images), head, solved=True, beside=beside))
+        model.shift_newest(self.config.shift)
+        self._take(model, 1.0)
         if context.score_on_held_out is not None:
             self._tune(model, form, len(step.new), context.score_on_held_out)
         return True
@@ -186,55 +197,47 @@ class Analytic(Method):
         """Try what the cells of the new classes should weigh, and how boldly they are predicted."""
         scores = []
         for boost in BOOSTS:
-            self._take(form, boost)
+            self._take(model, boost)
             scores.append(score())
         chosen = best([(one.iou, one.agreement) for one in scores], ALLOWED)
-        self._take(form, BOOSTS[chosen])
+        self._take(model, BOOSTS[chosen])
         form.weights[-num_new:] *= BOOSTS[chosen]
         model.shift_newest(scores[chosen].shift)
 
-    def _take(self, form: ClosedForm, boost: float) -> None:
+    def _take(self, model: Segmenter, boost: float) -> None:
         """Solve with the cells of the step's own classes weighing `boost` times as much as their number says."""
         sums = self._rest + self._own.times(boost)
-        form.take(sums)
-        form.solve(sums, self.config.ridge)
+        model.take_solution(sums, sums.solve(self.config.ridge))
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        if not any(increment.solved for increment in increments):
-            return self._base.predict(logits, increments)
-        trained = [increment for increment in increments if not increment.solved]
-        if self.config.sgd_share == 1 and trained:
-            return self._predict_beside(logits, increments, trained)
+        """Return the decision of the classes that were learnt together. Those that were added beside them win where
+        their score, the distance to the best before, is above 0, the latest first."""
+        together = [increment for increment in increments if not increment.beside]
+        sizes = [len(increment.classes) for increment in increments[len(together) :]]
+        scores, *added = logits.split([logits.shape[1] - sum(sizes), *sizes], 1)
+        solved = any(increment.solved for increment in together)
+        if not solved and not added:
+            return self._base.predict(scores, together)
+        if solved:
+            best = scores.max(1)
+            labels = torch.where(best.values > 0, best.indices + 1, BACKGROUND)
+        else:
+            labels = self._base.predict(scores, together).labels.long()
+        first = scores.shape[1] + 1
+        for ahead in added:
+            best = ahead.max(1)
+            labels = torch.where(best.values > 0, best.indices + first, labels)
+            first += ahead.shape[1]
 
         @cache
         def probabilities() -> Tensor:
-            return odds_evidence_probabilities(self.config.sharpness * logits)
-
-        best = logits.max(1)
-        labels = torch.where(best.values > 0, best.indices + 1, BACKGROUND)
-        return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
-
-    def _predict_beside(
-        self, logits: Tensor, increments: Sequence[Increment], trained: Sequence[Increment]
-    ) -> Prediction:
-        """Trained classes decide as if they were alone; a solved class wins where its score, the distance to the best
-        of them, is above 0."""
-        parts = logits.split([len(increment.classes) for increment in increments], 1)
-        scores = torch.cat([part for part, i in zip(parts, increments, strict=True) if not i.solved], 1)
-        ahead = torch.cat([part for part, i in zip(parts, increments, strict=True) if i.solved], 1)
-        of_trained, of_solved = _labels_of(increments)
-        before, best = self._base.predict(scores, trained), ahead.max(1)
-        kept = torch.tensor([BACKGROUND, *of_trained], device=logits.device)[before.labels.long()]
-        won = torch.tensor(of_solved, device=logits.device)[best.indices]
-        labels = torch.where(best.values > 0, won, kept)
-
-        @cache
-        def probabilities() -> Tensor:
-            log_p = odds_log_probabilities(scores, [len(i.classes) for i in trained], self.config.rectifier)
-            odds = log_p[:, 1:] - log_p[:, :1]
-            lifted = ahead + odds.amax(1, keepdim=True).clamp(min=0)
-            order = sorted(range(logits.shape[1]), key=[*of_trained, *of_solved].__getitem__)
-            return odds_evidence_probabilities(self.config.sharpness * torch.cat([odds, lifted], 1)[:, order])
+            odds = scores
+            if not solved:
+                log_p = odds_log_probabilities(scores, [len(i.classes) for i in together], self.config.rectifier)
+                odds = log_p[:, 1:] - log_p[:, :1]
+            for ahead in added:
+                odds = torch.cat([odds, ahead + odds.amax(1, keepdim=True).clamp(min=0)], 1)
+            return odds_evidence_probabilities(self.config.sharpness * odds)
 
         return Prediction(labels.to(torch.uint8), probabilities, lambda: probabilities()[:, 0])
 
@@ -347,15 +350,6 @@ def _of_folder(images: StepImages, folder: Path) -> StepImages:
             yield Batch(as_inputs(opened), labels, torch.bincount(labels.flatten().long(), minlength=256).float())
 
     return StepImages(batches, len(files))
-
-
-def _labels_of(increments: Sequence[Increment]) -> tuple[list[int], list[int]]:
-    """The labels of trained and of solved classes."""
-    trained, solved, first = list[int](), list[int](), 1
-    for increment in increments:
-        (solved if increment.solved else trained).extend(range(first, first + len(increment.classes)))
-        first += len(increment.classes)
-    return trained, solved
 
 
 def _over_all(sums: Sums, context: StepContext) -> Sums:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from incseg.losses.least_squares import Sums, log_odds, packed, unpacked
 from incseg.outputs.evidential import Rectifier, odds_log_probabilities
+from incseg.types import BACKGROUND
 
 _OFFSET_STD = 0.3
 _LEAST_SCALE = 1e-3
@@ -46,8 +47,7 @@ class ClosedForm(nn.Module):
     weights:  (L,) what a cell of each label weighs in the sums; set when the label is first learnt.
     shifts:   (L,) added to the log-odds of each class: how boldly it is predicted.
     waiting:  classes that are about to be learnt further; `waiting_cross` and `waiting_counts` have their sums.
-    sgd_share: of classes that have a trained classifier, how much its odds count beside the solved ones; 1 leaves
-              them as they are.
+    sgd_share: of classes that have a trained classifier, how much its odds count beside the solved ones.
     """
 
     mean: Tensor
@@ -120,16 +120,17 @@ class ClosedForm(nn.Module):
 
     def drop_label(self, label: int) -> None:
         """Forget a label: its cells are background from now on."""
-        sums = self.sums().without(label)
+        sums, weight = self.sums().without(label), without_row(self.weight, label)
         keep = [i for i in range(self.num_labels) if i != label]
-        for name in ("cross", "weight", "counts", "shifts", "weights"):
+        for name in ("cross", "counts", "shifts", "weights"):
             self.register_buffer(name, self.get_buffer(name)[keep])
+        self.weight = weight
         self.take(sums)
 
     def set_aside(self, label: int, name: str) -> None:
         """Remove a label, and store its sums until the class is learnt further."""
         self._wait(name, self.cross[label : label + 1], self.counts[label : label + 1])
-        self.cross[label] = 0  # nothing is left to become background
+        self.cross[label] = self.weight[label] = 0  # nothing is left to become background
         self.counts[label] = 0
         self.drop_label(label)
 
@@ -168,9 +169,6 @@ class ClosedForm(nn.Module):
         self.gram = packed(sums.gram).to(self.gram)
         self.cross, self.counts = sums.cross.to(self.cross), sums.counts.to(self.counts)
 
-    def solve(self, sums: Sums, ridge: float) -> None:
-        self.weight = sums.solve(ridge).to(self.weight)
-
     def standardise(self, inputs: Tensor) -> None:
         """Take mean and deviation from (n, d) inputs of some cells."""
         self.mean, self.scale = inputs.mean(0), inputs.std(0) + _LEAST_SCALE
@@ -202,34 +200,85 @@ class ClosedForm(nn.Module):
         """Return (n, L − 1) log-odds of cells with `cell_features`."""
         return log_odds(found @ self.weight.T) + self.shifts[1:]
 
-    def forward(self, embedding: Tensor, stages: Sequence[Tensor]) -> Tensor:
-        """Return (B, L − 1, h, w) log-odds of every class against background."""
-        scores = F.conv2d(self.features(embedding, stages), self.weight[:, :-1, None, None], self.weight[:, -1])
-        return log_odds(scores) + self.shifts[1:].view(1, -1, 1, 1)
+    def forward(self, random: Tensor) -> Tensor:
+        """Return (B, L − 1, h, w) log-odds of every class against background, from `features`."""
+        return log_odds(_scores(random, self.weight)) + self.shifts[1:].view(1, -1, 1, 1)
 
     def combine(self, trained: Tensor | None, sizes: Sequence[int], labels: Sequence[int], solved: Tensor) -> Tensor:
         """Return the (B, C, …) scores of all classes, in the order of learning.
 
         Trained odds are sharper than solved ones, so a solved class does not compete with them: it stands as far above
-        or below the best trained class as the closed form alone says. With `sgd_share` 1 that distance is its score,
-        and the raw scores of trained classes are unchanged. Else all scores are log-odds, and trained classes
-        mix their odds with the solved ones.
+        or below the best trained class as the closed form alone says. All scores are log-odds, and trained classes mix
+        their odds with the solved ones.
 
         trained: raw scores of increments with trained classifiers, of `sizes` classes each, whose labels are `labels`.
-        solved:  (B, L − 1, …) what `forward` gives, of the same height and width.
+        solved:  (B, C, …) what `forward` gives, of the same height and width.
         """
         if trained is None:
             return solved
         own, known = solved[:, [label - 1 for label in labels]], [self.knows(label) for label in labels]
         best = own[:, known].amax(1, keepdim=True).clamp(min=0) if any(known) else torch.zeros_like(solved[:, :1])
-        lift, scores = -best, trained
-        if self.sgd_share < 1:
-            log_p = odds_log_probabilities(trained, sizes, self.rectifier)
-            odds = log_p[:, 1:] - log_p[:, :1]
-            shape = (1, -1, *[1] * (odds.ndim - 2))
-            share = torch.tensor([self.sgd_share if k else 1.0 for k in known]).to(odds).view(shape)
-            scores = share * odds + (1 - share) * own
-            lift = scores.amax(1, keepdim=True).clamp(min=0) - best
+        log_p = odds_log_probabilities(trained, sizes, self.rectifier)
+        odds = log_p[:, 1:] - log_p[:, :1]
+        shape = (1, -1, *[1] * (odds.ndim - 2))
+        share = torch.tensor([self.sgd_share if k else 1.0 for k in known]).to(odds).view(shape)
+        scores = share * odds + (1 - share) * own
+        lift = scores.amax(1, keepdim=True).clamp(min=0) - best
         of_trained = dict(zip(labels, scores.split(1, dim=1), strict=True))
         parts = [of_trained.get(label, score + lift) for label, score in enumerate(solved.split(1, dim=1), start=1)]
         return torch.cat(parts, 1)
+
+
+class Addition(nn.Module):
+    """The classes of one extension, solved beside a model that stays as it is.
+
+    It has the solution for all labels as the sums had it then: those before, against which its classes compete, and its
+    own, which come last. The score of a class is how far the closed form puts it ahead of the best label before, so
+    that it wins where it is above 0. No later extension changes it.
+
+    weight: (L, D + 1) the solution.
+    shifts: (n,) added to the log-odds of its own classes: how boldly they are predicted.
+    """
+
+    weight: Tensor
+    shifts: Tensor
+
+    def __init__(self, columns: int, labels: int, classes: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(labels, columns + 1))
+        self.register_buffer("shifts", torch.zeros(classes))
+
+    def drop_label(self, label: int) -> None:
+        """Forget a label: it is background from now on."""
+        first_own = len(self.weight) - len(self.shifts)
+        if first_own <= label < len(self.weight):
+            self.shifts = torch.cat([self.shifts[: label - first_own], self.shifts[label - first_own + 1 :]])
+        if label < len(self.weight):
+            self.weight = without_row(self.weight, label)
+
+    def cell_log_odds(self, found: Tensor) -> Tensor:
+        """Return (n, L − 1) log-odds of cells with `ClosedForm.cell_features`."""
+        return log_odds(found @ self.weight.T)
+
+    def forward(self, random: Tensor) -> Tensor:
+        """Return (B, L − 1, h, w) log-odds of every class against background, from `ClosedForm.features`."""
+        return log_odds(_scores(random, self.weight))
+
+    def ahead(self, solved: Tensor) -> Tensor:
+        """Return the (B, n, …) scores of its own classes, from log-odds of all."""
+        before, own = solved.split([solved.shape[1] - len(self.shifts), len(self.shifts)], 1)
+        shifts = self.shifts.view(1, -1, *[1] * (solved.ndim - 2))
+        return own + shifts - before.amax(1, keepdim=True).clamp(min=0)
+
+
+def _scores(random: Tensor, weight: Tensor) -> Tensor:
+    """(B, D, h, w) random features → (B, L, h, w) scores."""
+    return F.conv2d(random, weight[:, :-1, None, None], weight[:, -1])
+
+
+def without_row(weight: Tensor, label: int) -> Tensor:
+    """Return the solution that sums give without a label whose cells become background: as it is linear in Q, the row
+    of the label is added to that of background, and all others stay as they are."""
+    smaller = torch.cat([weight[:label], weight[label + 1 :]])
+    smaller[BACKGROUND] += weight[label]
+    return smaller

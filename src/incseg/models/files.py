@@ -20,6 +20,7 @@ from incseg.types import MAX_CLASSES, Increment, UserError
 FORMAT = "incseg-model"
 FORMAT_VERSION = 3
 """2 has heads of later classes, 3 a closed form; a model without them is written as 1, which older versions read."""
+_LATER_FIELDS = ("classifier", "sharpen")
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """A torch.save archive, and plain pickles of protocols 2 to 5."""
 
@@ -44,7 +45,7 @@ def save_segmenter(path: str | Path, model: Segmenter, extra: dict[str, Any]) ->
 
 def _described(config: ModelConfig) -> dict[str, Any]:
     """Return a configuration for a file; fields that older versions do not know are left out if not set."""
-    return {key: value for key, value in dataclasses.asdict(config).items() if key != "classifier" or value}
+    return {key: value for key, value in dataclasses.asdict(config).items() if value or key not in _LATER_FIELDS}
 
 
 def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tuple[Segmenter, dict[str, Any]]:
@@ -145,8 +146,8 @@ def read_increment(fields: dict[str, Any]) -> Increment:
     head = fields.get("head", 0)
     if type(head) is not int or head < 0:
         raise ValueError(f"its head is {head!r}")
-    solved = bool(fields.get("solved", False))
-    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head, solved)
+    solved, beside = (bool(fields.get(name, False)) for name in ("solved", "beside"))
+    return Increment(tuple(fields["classes"]), tuple(fields["ids"]), int(fields["train_images"]), head, solved, beside)
 
 
 def _read_shrinks(text: str) -> list[int]:

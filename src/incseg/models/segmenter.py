@@ -3,7 +3,8 @@
 Classes that are added later may get a head of their own (`Increment.head`). Then nothing that was learnt before
 changes, and each head may look at the image at its own size (`shrinks`): small new objects want a larger input, and the
 old classes go on to see the size that they were trained at. One of the heads may be a `ClosedForm`: its classes are
-solved, not trained, and the logits are then log-odds against background.
+solved, not trained, and the logits are then log-odds against background. Classes that are solved beside the ones before
+have an `Addition` each time, and the logits of those before are unchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from incseg.losses.least_squares import Sums
 from incseg.models.aspp import ASPP, Neck, TorchvisionHead, default_dilations
 from incseg.models.backbones import build_backbone
 from incseg.models.classifiers import Classifier, find_classifier
-from incseg.models.closed_form import ClosedForm, Design
+from incseg.models.closed_form import Addition, ClosedForm, Design
 from incseg.models.sharpen import GUIDE_STRIDE, guide_of, sharpened
 from incseg.outputs.evidential import Rectifier
 from incseg.settings import setting
@@ -205,15 +207,10 @@ class Segmenter(nn.Module):
         """Add the classifier of a new step; everything learnt before is unchanged.
 
         Where the increment names a head that is not there yet, it starts as a copy of the first. One that is solved
-        has no classifier: its scores come from the closed form.
+        has no classifier: its scores come from the closed form, or from an addition, which is made.
         """
         if increment.solved:
-            form = self.closed_form
-            if form is None or self.heads[increment.head - 1] is not form:
-                raise ValueError(f"head {increment.head} is named as the closed form, and it is not")
-            self.increments.append(increment)
-            self.classifiers.append(nn.Identity())
-            form.set_labels(max(form.num_labels, self.num_classes + 1))
+            self._grow_solved(increment)
             return
         if increment.head > len(self.heads):
             if increment.head > len(self.heads) + 1:
@@ -227,12 +224,37 @@ class Segmenter(nn.Module):
         self.classifiers.append(classifier.to(self.aspp.mix.weight))
         self.increments.append(increment)
 
+    def _grow_solved(self, increment: Increment) -> None:
+        form = self.closed_form
+        if form is None:
+            raise ValueError(f"{increment.classes} are solved, and there is no closed form")
+        if increment.beside:
+            labels = 1 + self.num_classes + len(increment.classes)
+            if not self.increments or increment.head != len(self.heads) + 1:
+                raise ValueError(f"head {increment.head} is named as an addition, and there are {len(self.heads)}")
+            addition = Addition(form.design.columns, labels, len(increment.classes))
+            self.heads.append(addition.to(form.weight))
+            self.shrinks.append(1)
+            self.sizes = sorted({*self.sizes, 1})
+        elif self.heads[increment.head - 1] is not form or any(i.beside for i in self.increments):
+            raise ValueError(f"head {increment.head} is named as the closed form, and it is not")
+        self.increments.append(increment)
+        self.classifiers.append(nn.Identity())
+        form.set_labels(max(form.num_labels, self.num_classes + 1))
+
+    def solved_against(self, name: str) -> list[str]:
+        """Return the solved classes that compete with a class: those learnt with it or after it, and after a class
+        that was not added beside others, all."""
+        place = next(i for i, increment in enumerate(self.increments) if name in increment.classes)
+        others = self.increments[place if self.increments[place].beside else 0 :]
+        return [other for increment in others if increment.solved for other in increment.classes if other != name]
+
     @torch.no_grad()
-    def remove(self, name: str, ridge: float, to_learn_further: bool = False) -> int:
+    def remove(self, name: str, to_learn_further: bool = False) -> int:
         """Forget a class and return the label that it had. Later labels move up by one.
 
-        A solved class is gone as if its cells had always been background; `ridge` is that of the method. Of a trained
-        one the output is dropped. With `to_learn_further` its sums wait for the class to be learnt again.
+        A solved class is gone as if its cells had always been background. Of a trained one the output is dropped. With
+        `to_learn_further` its sums wait for the class to be learnt again.
         """
         names = [n for increment in self.increments for n in increment.classes]
         label = 1 + names.index(name)
@@ -244,8 +266,9 @@ class Segmenter(nn.Module):
                 form.set_aside(label, name)
             else:
                 form.drop_label(label)
-            if any(i.solved for i in self.increments):
-                form.solve(form.sums(), ridge)
+        for head in self.heads:
+            if isinstance(head, Addition):
+                head.drop_label(label)
         keep = [i for i in range(len(increment.classes)) if i != own]
         classifier = self.classifiers[place]
         if isinstance(classifier, Classifier):
@@ -261,13 +284,28 @@ class Segmenter(nn.Module):
             self.increments[place] = replace(increment, classes=classes, ids=tuple(increment.ids[i] for i in keep))
         else:
             del self.increments[place], self.classifiers[place]
+            if increment.beside:
+                del self.heads[increment.head - 1], self.shrinks[increment.head]
+                self.increments = [
+                    replace(i, head=i.head - 1) if i.head > increment.head else i for i in self.increments
+                ]
         return label
+
+    @torch.no_grad()
+    def take_solution(self, sums: Sums, weight: Tensor) -> None:
+        """Store these sums, and for the newest classes the solution (L, D + 1) of them."""
+        form, newest = self._solving(), self.increments[-1]
+        form.take(sums)
+        reader = self.heads[newest.head - 1] if newest.beside else form
+        reader.weight = weight.to(form.weight)
 
     @torch.no_grad()
     def shift_newest(self, amount: float) -> None:
         """Add to all scores of the newest classes: how boldly they are predicted."""
         newest = self.increments[-1]
-        if newest.solved and self.closed_form is not None:
+        if newest.beside:
+            self.heads[newest.head - 1].get_buffer("shifts").add_(amount)
+        elif newest.solved and self.closed_form is not None:
             self.closed_form.shifts[-len(newest.classes) :] += amount
         else:
             self.classifiers[-1].get_parameter("bias").add_(amount)
@@ -394,49 +432,67 @@ class Segmenter(nn.Module):
             by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
         if len(by_increment) == len(self.increments):
             return Output(torch.cat([by_increment[i] for i in sorted(by_increment)], 1), embedding, stages)
-        form, shrink = self._solving()
-        read = embedding if shrink == self.shrinks[0] else self._embedding(0, seen[shrink].stages)
-        solved = resized(at_edges(form(read, seen[shrink].stages), shrink), size)
+        form, solving, solved = self._solving(), self._solving_heads(), dict[int, Tensor]()
+        for shrink in sorted({self.shrinks[head] for head in solving}):
+            read = embedding if shrink == self.shrinks[0] else self._embedding(0, seen[shrink].stages)
+            random = form.features(read, seen[shrink].stages)
+            for head in solving:
+                if self.shrinks[head] == shrink:
+                    solved[head] = resized(at_edges(self.heads[head - 1](random), shrink), size)
         scores = torch.cat([by_increment[i] for i in sorted(by_increment)], 1) if by_increment else None
         return Output(self._combined(scores, solved), embedding, stages)
 
-    def _solving(self) -> tuple[ClosedForm, int]:
-        """Return the closed form, and how many times smaller than the input its image is."""
-        for number, head in enumerate(self.heads, start=1):
-            if isinstance(head, ClosedForm):
-                return head, self.shrinks[number]
-        raise RuntimeError("the model has no closed form")
+    def _solving(self) -> ClosedForm:
+        form = self.closed_form
+        if form is None:
+            raise RuntimeError("the model has no closed form")
+        return form
 
-    def _combined(self, trained: Tensor | None, solved: Tensor) -> Tensor:
-        """Return the log-odds of all classes, from trained scores and the log-odds of the closed form."""
-        form, _ = self._solving()
-        first, labels = 1, list[int]()
-        for increment in self.increments:
+    def _solving_heads(self) -> list[int]:
+        """Return the numbers of the heads whose classes are solved."""
+        return sorted({increment.head for increment in self.increments if increment.solved})
+
+    def _combined(self, trained: Tensor | None, solved: dict[int, Tensor]) -> Tensor:
+        """Return the scores of all classes, from trained scores and the log-odds of each head that is solved."""
+        parts, first, labels, sizes = list[Tensor](), 1, list[int](), list[int]()
+        together = [increment for increment in self.increments if not increment.beside]
+        for increment in together:
             if not increment.solved:
                 labels += range(first, first + len(increment.classes))
+                sizes.append(len(increment.classes))
             first += len(increment.classes)
-        sizes = [len(increment.classes) for increment in self.increments if not increment.solved]
-        return form.combine(trained, sizes, labels, solved[:, : self.num_classes])  # sums may know one to come
+        of_form = [increment.head for increment in together if increment.solved]
+        if of_form:  # sums may know more classes
+            parts.append(self._solving().combine(trained, sizes, labels, solved[of_form[0]][:, : first - 1]))
+        elif trained is not None:
+            parts.append(trained)
+        for number, head in enumerate(self.heads, start=1):
+            if isinstance(head, Addition):
+                parts.append(head.ahead(solved[number]))
+        return torch.cat(parts, 1)
 
     def closed_form_inputs(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the closed form reads of images or of their features, `ClosedForm.inputs`, and the first head's
-        embedding of the same size."""
-        form, shrink = self._solving()
-        stages = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[shrink].stages
+        """Return what new classes are solved from, `ClosedForm.inputs` of images or of their features, and the first
+        head's embedding of the same size. They see images as large as they come."""
+        stages = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[1].stages
         embedding = self._embedding(0, stages)
-        return *form.inputs(embedding, stages), embedding
+        return *self._solving().inputs(embedding, stages), embedding
 
     def cell_logits(self, embedding: Tensor, random: Tensor) -> Tensor | None:
         """(n, C) logits of single cells, from (n, width) embedding and (n, D + 1) random features; None where heads see
         the image at different sizes, so that a cell of one is not a cell of another."""
-        form, shrink = self._solving()
         trained = [index for index, increment in enumerate(self.increments) if not increment.solved]
-        if shrink != self.shrinks[0] or any(self.increments[index].head for index in trained):
+        if self._shrinks_read != {1} or any(self.increments[index].head for index in trained):
             return None
         scores = self._classified(embedding[..., None, None], trained)[..., 0, 0] if trained else None
         if len(trained) == len(self.increments):
             return scores
-        return self._combined(scores, form.cell_log_odds(random))
+        solved = dict[int, Tensor]()
+        for number in self._solving_heads():
+            head = self.heads[number - 1]
+            assert isinstance(head, ClosedForm | Addition)
+            solved[number] = head.cell_log_odds(random)
+        return self._combined(scores, solved)
 
     def _embedding(self, head: int, features: tuple[Tensor, ...]) -> Tensor:
         """Return the output of a head. The first is not a module, so that the names of its tensors are unchanged."""

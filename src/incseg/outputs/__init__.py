@@ -1,1 +1,1 @@
-"""What the scores of a network mean, and the rule of decision: softmax, sigmoid, evidential."""
+"""The meaning of scores, and the decision rule: softmax, sigmoid, evidential."""

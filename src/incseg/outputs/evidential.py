@@ -6,9 +6,8 @@ A pixel has one raw score z_i per foreground class and no background output. Wit
     background     p_0 = u = K / S
     class i        p_i = (1 − u) · α_i / S
 
-which sum to one. exp(z) overflows float32 at z = 89, so nothing here is ever exponentiated: the log forms
-agree with the direct ones and keep finite values and gradients for |z| up to 10⁴ and beyond.
-Shapes: classes are dimension 1, everything else is free.
+which sum to one. exp(z) overflows float32 at z = 89, so scores are not exponentiated: the log forms equal the direct
+ones, with finite values and gradients for |z| up to 10⁴ and beyond. Classes are dimension 1; any shape may follow.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _LOG_RECTIFIERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_LARGEST_SCORE = 40.0  # the square of exp of more overflows float32; u is zero there long since
+_LARGEST_SCORE = 40.0  # above it, exp(z)² overflows float32; u is zero there
 
 
 def _exp_sigmoid(z: Tensor) -> Tensor:
@@ -74,7 +73,7 @@ def log_evidence(logits: Tensor, rectifier: Rectifier = "exp_sigmoid") -> Tensor
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """A Dirichlet per pixel over the K classes of a scope, by logarithms.
+    """A Dirichlet per pixel over the K classes of a scope, in logarithms.
 
     log_evidence, log_alpha: (B, K, …); log_total (log Σe), log_strength (log S): (B, …). As S = Σe + K, u is
     the logistic function of log K − log Σe: no difference of large numbers, and Σα is never needed.
@@ -106,7 +105,7 @@ class Dirichlet:
 
     @property
     def log_certainty(self) -> Tensor:
-        """log(1 − u) = log Σe − log S, exact also where u rounds to one."""
+        """log(1 − u) = log Σe − log S, exact even if u rounds to one."""
         return F.logsigmoid(self.log_total - self._log_size)
 
     @property
@@ -121,7 +120,7 @@ def log_one_plus(log_e: Tensor) -> Tensor:
 
 
 def dirichlet(logits: Tensor, rectifier: Rectifier = "exp_sigmoid") -> Dirichlet:
-    """The Dirichlet over all channels of `logits`: slice them to choose the scope."""
+    """Return the Dirichlet over all channels of `logits`. Slice them to choose the scope."""
     return Dirichlet.of(log_evidence(logits, rectifier))
 
 
@@ -139,7 +138,7 @@ def _log_probabilities(d: Dirichlet) -> Tensor:
 
 
 def deciding_evidence(size: int) -> float:
-    """The evidence e of one class, the others having none, at which it and background are equally probable.
+    """Return the evidence e of one class, with none for the others, at which it and background are equally probable.
 
     p_i = u where e·(1 + e) = K·(e + K); 1 for K = 1, towards 1.618·K for many classes.
     """
@@ -147,13 +146,13 @@ def deciding_evidence(size: int) -> float:
 
 
 def deciding_score(size: int, rectifier: Rectifier = "exp_sigmoid") -> float:
-    """The raw score whose evidence is `deciding_evidence`, for rectifiers that grow with the exponential of the score.
+    """Return the raw score with evidence `deciding_evidence`, for rectifiers that grow exponentially.
 
-    Scores d_i relative to background, moved up by it, are decided almost as softmax decides them, by d > 0. Where the
-    largest d_i is above 0 the decision is the same, whatever the other classes say: their evidence speaks for
-    foreground too. Where it is below 0 background is kept if the others are weak, and in any case if it is lower than
-    0 by ln(deciding_evidence / K), which is 0 for K = 1 and less than 0.482 for any K: then e_i < K, and
-    Σe·(1 + e_i) > K·(Σe + K) cannot hold. Softmax differs only between the two, where several classes compete.
+    Let d_i be scores relative to background. If this score is added to them, the evidential decision is almost that of
+    softmax, which is foreground where d > 0. If the largest d_i is above 0, the decisions are equal for any other
+    scores, because all evidence supports foreground. If it is below −ln(deciding_evidence / K), both decide for
+    background: then e_i < K, and Σe·(1 + e_i) > K·(Σe + K) cannot hold. This bound is 0 for K = 1 and above −0.482 for
+    any K. Between the bound and 0 the decisions may differ if several classes compete.
     """
     require_known("rectifier that grows exponentially", rectifier, ("exp_sigmoid", "exp"))
     e = deciding_evidence(size)
@@ -190,12 +189,12 @@ def _balance_exact(log_e: Tensor, size: int, total: int) -> Tensor:
 def balance(logits: Tensor, sizes: Sequence[int], mode: Balancing, rectifier: Rectifier = "exp_sigmoid") -> Tensor:
     """Log evidence of all increments on a common scale, (B, N, …) with N = Σ sizes.
 
-    Increment t was trained with K = sizes[t] classes, all together have N; the evidence it needs to reach
-    the same probability grows with N. With one increment every mode is the identity.
+    Increment t was trained with K = sizes[t] classes of N in total. The evidence needed for the same probability grows
+    with N. With one increment every mode is the identity.
 
-    none:  nothing (the paper on VOC).
+    none:  no scaling (the paper on VOC).
     paper: `paper_factor` on the strongest class of each increment where its z > 0 (the paper on ADE).
-    ratio: N/K on all evidence: u stays exactly what the increment alone would say.
+    ratio: N/K on all evidence: u of one increment is exactly as without the others.
     exact: the solution of p_i^(t) = p_i^(1:T) for evidence on one class. Its factor goes from (N/K)² for
            e → 0 to (2N−1)/(2K−1) for e → ∞; the paper's lies below it whenever N > K.
     `odds` scales nothing and is not an evidence: see `odds_log_probabilities`.
@@ -228,14 +227,14 @@ def odds_log_probabilities(
     """(B, N+1, …) log-probabilities by odds: background scores 0, class i of increment t
     log p_i^(t) − log u^(t), each over its own increment; then softmax over all scores.
 
-    An increment learnt "one of mine, or none of mine", so increments combine by their odds; with one
-    increment this is the identity. `prior` ω adds ω·log(n_t / Σn) to the scores of increment t, where
-    n_t = images[t] images trained it: its classes are always present there, at test seldom.
+    An increment learnt "one of my classes, or none of them", so increments combine by their odds. With one increment
+    this is the identity. `prior` ω adds ω·log(n_t / Σn) to the scores of increment t, which n_t = images[t] images
+    trained: its classes are in all of these, but in few test images.
     """
     if prior and not (images and all(images)):
         raise UserError(
             f"prior {prior:g} needs the number of training images of every step, but the model knows {images}; "
-            "set prior 0 or train the model anew"
+            "set prior 0 or train the model again"
         )
     scores = [torch.zeros_like(logits[:, :1])]
     for t, part in enumerate(logits.split(list(sizes), 1)):
@@ -271,9 +270,9 @@ def balanced_log_probabilities(
 
 
 def _scaled_parts(logits: Tensor, sizes: Sequence[int], mode: Balancing) -> Iterator[tuple[int, float, Tensor]]:
-    """(classes, constant, scores) of neighbouring increments whose evidence has the same constant, taken as one.
+    """Yield (classes, constant, scores), with neighbouring increments of the same constant merged.
 
-    So that fifty steps of equal size are decided between in the time of one.
+    So fifty steps of equal size take the time of one.
     """
     total = sum(sizes)
     scaled = groupby(sizes, key=lambda size: total / size if mode == "ratio" else 1.0)
@@ -287,10 +286,10 @@ def evidential_probabilities(
 ) -> Tensor:
     """(B, N+1, …) exp of `balanced_log_probabilities` with `none` or `ratio`, in a fifth of its time; no gradient.
 
-    Sums of positive numbers lose no digits, so that evidence itself does where its square is a float32.
+    Sums of positive numbers lose no digits, so evidence can be used instead of logarithms if float32 holds its square.
     """
     require_known("balancing of a constant factor", mode, ("none", "ratio"))
-    # A traced graph (ONNX) cannot branch on values, so it takes the form that holds for all.
+    # A traced graph (ONNX) cannot branch on values, so it uses the form that is valid for all scores.
     if torch.jit.is_tracing() or (logits.numel() and logits.amax() > _LARGEST_SCORE):
         return balanced_log_probabilities(logits, sizes, mode, rectifier).exp()
     total, first = sum(sizes), 1
@@ -351,7 +350,7 @@ def evidential_prediction(
 ) -> Prediction:
     """Return the most probable class of all increments on a common scale; u is the uncertainty.
 
-    With a `threshold` on u, foreground is where u is below it, then the strongest class.
+    With a `threshold`, a pixel is foreground if u is below it, and gets the strongest class.
     """
     sizes = [len(i.classes) for i in increments]
     constant = mode in ("none", "ratio")

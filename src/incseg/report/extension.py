@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from incseg.metrics import MOST_LOST, agreement
+from incseg.metrics import MOST_LOST, agreement, percent
 
 NOTHING_LOST = 0.5
 """Percent of old pixels that may change without a remark."""
@@ -41,12 +41,14 @@ def class_rows(report: dict[str, Any]) -> list[list[str]]:
     for name, of_class in report["classes"].items():
         same = agreement(of_class)
         before, after = of_class["iou"] or (None, None)
-        rows.append([name, "old", "", "not seen here" if same is None else f"{same:.1f} %", _iou(before), _iou(after)])
+        rows.append(
+            [name, "old", "", "not seen here" if same is None else f"{same:.1f} %", percent(before), percent(after)]
+        )
     for name, of_class in report["new"].items():
         counts = f"{report.get('train_images', {}).get(name, 0)} + {of_class['images']}"
         improved = "iou_before" in of_class
-        before = _iou(of_class["iou_before"]) if improved else ""
-        rows.append([name, "improved" if improved else "new", counts, "", before, _iou(of_class["iou"])])
+        before = percent(of_class["iou_before"]) if improved else ""
+        rows.append([name, "improved" if improved else "new", counts, "", before, percent(of_class["iou"])])
     return rows
 
 
@@ -60,7 +62,7 @@ def try_rows(report: dict[str, Any]) -> list[list[str]]:
     for one in report["tries"]:
         notes = ["taken"] * (one["recipe"] == report["recipe"])
         notes += [f"changes more than {MOST_LOST:g} % of the old"] * (100 - one["agreement"] > MOST_LOST)
-        ious = [_iou(one["iou"][name]) for name in report["new"]]
+        ious = [percent(one["iou"][name]) for name in report["new"]]
         rows.append([one["recipe"], f"{one['agreement']:.1f} %", *ious, f"{one['seconds']:.0f}", ", ".join(notes)])
     return rows
 
@@ -68,10 +70,6 @@ def try_rows(report: dict[str, Any]) -> list[list[str]]:
 def in_words(report: dict[str, Any]) -> list[str]:
     """Return lines on the old classes, on improved ones, and on new ones that were not learnt."""
     return [*_of_the_old(report), *_of_the_new(report), *_passed_over(report)]
-
-
-def _iou(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
 
 
 def _of_the_old(report: dict[str, Any]) -> list[str]:

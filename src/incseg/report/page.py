@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 from incseg.config import OWN
 from incseg.engine.rundir import RunDir
 from incseg.io import read_json
-from incseg.metrics import FIGURES, TRIMAP_WIDTHS
+from incseg.metrics import FIGURES, TRIMAP_WIDTHS, percent
 from incseg.report import figures
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 from incseg.report.runs import BROKEN, RunRecord
@@ -136,7 +136,7 @@ def _quality_at_edges(records: Sequence[RunRecord]) -> list[Block]:
         last, at_edges = record.rows[-1], record.rows[-1]["boundary"]
         values = [last["all"], at_edges["iou"], *(at_edges[f"within_{width}"] for width in TRIMAP_WIDTHS)]
         name = f"{record.method} {record.task}, seed {record.seed}"
-        rows.append([name, str(last["index"]), *("–" if value is None else f"{value:.1f}" for value in values)])
+        rows.append([name, str(last["index"]), *(percent(value) for value in values)])
     return [Block("Quality at edges", tables=[HtmlTable(heading, rows)], notes=[caption("edges")])]
 
 
@@ -150,7 +150,7 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
         blocks = _extension(RunDir(record.folder))
         if not blocks:
             ious = record.rows[-1]["iou"].items()
-            rows = [[name, "–" if share is None else f"{share:.1f}"] for name, share in ious]
+            rows = [[name, percent(share)] for name, share in ious]
             blocks = [Block("IoU on held-back photographs", tables=[HtmlTable(["class", "IoU"], rows)])]
         sections.append(PageSection(record.folder.name or str(record.folder), blocks))
     return sections
@@ -269,9 +269,8 @@ def unfinished_section(records: Sequence[RunRecord]) -> PageSection | None:
     rows = []
     for record in (record for record in records if not record.finished and record.rows):
         last = record.rows[-1]
-        values = [f"{last[name]:.1f}" if last[name] is not None else "–" for name in FIGURES]
         label = f"{record.dataset} {record.task} {record.setting}, `{record.method}`, seed {record.seed}"
-        rows.append([label, f"{len(record.rows)} of {record.num_steps}", *values])
+        rows.append([label, f"{len(record.rows)} of {record.num_steps}", *(percent(last[name]) for name in FIGURES)])
     if not rows:
         return None
     heading = ["run", "steps done", *(name.capitalize() for name in FIGURES)]
