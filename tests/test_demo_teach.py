@@ -130,7 +130,7 @@ LESSONS = {
     "two names": (packed([GOOD], name="red,green"), "cannot be the name of a class"),
     "a bell": (packed([GOOD], name="re\ad"), "cannot be the name of a class"),
     "background": (packed([GOOD], name="Background"), "cannot be the name of a class"),
-    "a known name": (packed([GOOD], name="Disc"), "the model knows the class 'disc' already; choose another name"),
+    "a known name": (packed([GOOD], name="Disc"), "the model knows the class 'disc' already; write it so to improve it"),
     "an unknown step": (packed([GOOD], step=9), "there is no such model or step"),
     "an unknown model": (packed([GOOD], model=3), "there is no such model or step"),
     "no image": (packed([GOOD, (b"GIF89a", GOOD[1])]), "photograph 2: cannot be read as an image"),
@@ -196,7 +196,7 @@ def test_one_class_at_a_time_while_predictions_go_on(server, monkeypatch, tmp_pa
     began, go = tmp_path / "began", tmp_path / "go"
     program(
         monkeypatch,
-        f"import os, time; open({str(began)!r}, 'w'); exec('while not os.path.exists({str(go)!r}): time.sleep(.01)');"
+        f"import os, time\nopen({str(began)!r}, 'w')\nwhile not os.path.exists({str(go)!r}): time.sleep(.01)\n"
         "raise SystemExit('error: enough')",
     )
     with ThreadPoolExecutor(1) as pool:
