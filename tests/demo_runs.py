@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from browser import until
+from small_runs import small_config
 
 from incseg.cli import main
 from incseg.data.shapes import Shapes
@@ -19,6 +20,7 @@ from incseg.engine.rundir import RunDir
 from incseg.io import write_json, write_text
 from incseg.models.files import save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.run import train
 from incseg.types import Increment
 
 SIZE = 48
@@ -76,3 +78,16 @@ def demo_until_signal(
         code = main(["demo", *arguments])
         visitor.result()
     return code, "".join(shown) + capsys.readouterr().out
+
+
+def small_analytic_run(folder: Path) -> Path:
+    """Two steps in closed form, in about a second: a model that can be taught."""
+    config = small_config(
+        folder,
+        task="disc,square/ring",
+        method={"name": "analytic", "base": "solved", "columns": 256},
+        data={"image_size": SIZE, "train_size": 24, "val_size": 4},
+        train={"scale": None, "frozen_later": "model"},
+    )
+    train(config)
+    return folder

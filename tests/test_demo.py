@@ -38,7 +38,8 @@ from incseg.inference import load
 from incseg.types import MAX_CLASSES, UserError
 
 LAST = len(STEPS) - 1
-PAGES = ("/", "/app.js", "/style.css", "/icon.svg", "/about.json", *(f"/samples/{i}.png" for i in range(6)))
+_STATIC = ("/", "/app.js", "/teach.js", "/style.css", "/icon.svg", "/about.json")
+PAGES = (*_STATIC, *(f"/samples/{i}.png" for i in range(6)))
 
 
 @contextmanager
@@ -185,7 +186,7 @@ ANYTHING = _Anything()
 
 
 def test_pages_take_nothing_from_outside_and_nothing_inline(server):
-    for path in ("/", "/app.js", "/style.css"):
+    for path in ("/", "/app.js", "/teach.js", "/style.css"):
         text = ask(server, "GET", path)[2].decode()
         assert not re.search(r"https?://|@import|\beval\(|new Function|innerHTML|document\.write", text)
     html = ask(server, "GET", "/")[2].decode()
@@ -197,7 +198,8 @@ def test_about_tells_of_models_but_not_of_this_machine(server, run):
     about = json.loads(text)
     assert [model["name"] for model in about["models"]] == ["run", "rival"]
     assert [model["method"] for model in about["models"]] == ["evidential", "finetune"]
-    assert about["models"][0]["steps"] == [{"step": k, "new": list(new)} for k, new in enumerate(STEPS)]
+    steps = about["models"][0]["steps"]
+    assert [(step["step"], step["new"]) for step in steps] == [(k, list(new)) for k, new in enumerate(STEPS)]
     assert about["upload_bytes"] == Limits().upload_bytes
     assert len(about["viridis"]) == 256
     assert str(run.parent) not in text

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Browser, until
-from demo_runs import STEPS, random_run
+from demo_runs import STEPS, random_run, small_analytic_run
 from PIL import Image
+from test_demo import serving
 
 from incseg.demo.models import Models
 from incseg.demo.server import DemoServer
@@ -349,3 +350,143 @@ def test_everything_has_a_name_for_screen_readers(page: Browser) -> None:
     )
     assert nameless == []
     assert "Mask over my photo.png" in page.run("return document.querySelector('.mask canvas').ariaLabel")
+
+
+# Teaching a class
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    run = small_analytic_run(tmp_path_factory.mktemp("school") / "run")
+    with serving(Models([run], "cpu", 1)) as server:
+        yield server
+
+
+@pytest.fixture
+def lesson(window: Browser, school: DemoServer, photo: Path) -> Iterator[Browser]:
+    """The view that teaches a class, with the photograph in it."""
+    window.open(school.url)
+    window.wait("return document.querySelector('.teach')")
+    window.type("#file", str(photo))
+    window.wait(f"{READY} && document.querySelector('.mask canvas').width === {SIZE[0]}")
+    window.click(".teach")
+    window.wait("return document.querySelector('.ink')?.width === arguments[0]", SIZE[0])
+    yield window
+    assert window.console() == []
+    assert [url for url in window.requests() if not url.startswith(school.url)] == []
+
+
+def draw(page: Browser, places: list[tuple[float, float]], kind: str = "mouse", lift: bool = False) -> None:
+    """Press at the first place of the photograph and go on to the others; `lift` presses at each."""
+    page.run("document.querySelector('.ink').scrollIntoView({block: 'center'})")
+    box = page.run("return document.querySelector('.ink').getBoundingClientRect().toJSON()")
+    actions: list[dict[str, Any]] = []
+    for number, (x, y) in enumerate(places):
+        place = {"x": round(box["x"] + x * box["width"]), "y": round(box["y"] + y * box["height"])}
+        actions.append({"type": "pointerMove", "duration": 0, "origin": "viewport", **place})
+        if lift or number == 0:
+            actions.append({"type": "pointerDown", "button": 0})
+        if lift:
+            actions += [{"type": "pointerUp", "button": 0}, {"type": "pause", "duration": 600}]  # not a double click
+    if not lift:
+        actions.append({"type": "pointerUp", "button": 0})
+    pointer = {"type": "pointer", "id": kind, "parameters": {"pointerType": kind}, "actions": actions}
+    page._call("POST", "/actions", {"actions": [pointer]})
+    next_frame(page)
+
+
+def marked(page: Browser) -> np.ndarray:
+    """(H, W) whether a pixel of the photograph is marked."""
+    url = page.run("return document.querySelector('.ink').toDataURL()")
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as drawn:
+        return np.asarray(drawn.convert("RGBA"))[..., 3] > 127
+
+
+def choose_tool(page: Browser, name: str) -> None:
+    page.run("document.querySelector(`[name=tool][value=${arguments[0]}]`).click()", name)
+
+
+@pytest.mark.parametrize("kind", ["mouse", "touch"])
+def test_masks_are_drawn_with_mouse_and_finger(lesson: Browser, kind: str) -> None:
+    set_slider(lesson, "#brush", 10)
+    draw(lesson, [(0.2, 0.2), (0.5, 0.2), (0.8, 0.2)], kind)
+    brushed = marked(lesson)
+    row, width = round(0.2 * SIZE[1]), 0.1 * SIZE[1]
+    assert brushed[row, round(0.2 * SIZE[0]) : round(0.8 * SIZE[0])].all()
+    assert abs(brushed[:, SIZE[0] // 2].sum() - width) <= 2
+    choose_tool(lesson, "outline")
+    draw(lesson, [(0.3, 0.5), (0.7, 0.5), (0.7, 0.9), (0.3, 0.9), (0.3, 0.5)], kind, lift=True)
+    outlined = marked(lesson) & ~brushed
+    assert abs(outlined.mean() - 0.4 * 0.4) < 0.03
+    choose_tool(lesson, "erase")
+    draw(lesson, [(0.5, 0.2), (0.5, 0.8)], kind)
+    erased = marked(lesson)
+    assert not erased[row : round(0.8 * SIZE[1]), SIZE[0] // 2].any()
+    lesson.click("#undo")
+    np.testing.assert_array_equal(marked(lesson), brushed | outlined)
+    lesson.click("#clear")
+    assert not marked(lesson).any()
+    assert lesson.run("return document.querySelector('#teach-now').disabled")
+    lesson.click("#undo")
+    lesson.click("#undo")
+    np.testing.assert_array_equal(marked(lesson), brushed)
+
+
+def test_an_outline_follows_the_finger(lesson: Browser) -> None:
+    choose_tool(lesson, "outline")
+    angles = np.linspace(0, 2 * np.pi, 40)
+    draw(lesson, [(0.5 + 0.3 * np.cos(a), 0.5 + 0.3 * np.sin(a)) for a in angles], "touch")
+    assert abs(marked(lesson).mean() - np.pi * 0.3**2) < 0.02
+
+
+def test_masks_come_from_files(lesson: Browser, tmp_path: Path) -> None:
+    mask = np.zeros((SIZE[1], SIZE[0]), dtype=np.uint8)
+    mask[5:20, 10:40] = 1  # an index mask, nearly black to the eye
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    Image.new("L", (50, 50), 255).save(tmp_path / "square.png")
+    lesson.type("#load-mask", str(tmp_path / "square.png"))
+    lesson.wait("return !document.querySelector('.teach-error').hidden")
+    assert "give a mask of its shape" in lesson.text(".teach-error")
+    lesson.type("#load-mask", str(tmp_path / "mask.png"))
+    lesson.wait("return document.querySelector('.teach-error').hidden")
+    np.testing.assert_array_equal(marked(lesson), mask > 0)
+
+
+def test_a_class_is_taught_shown_and_saved(lesson: Browser, downloads: Path) -> None:
+    assert lesson.run("return document.querySelector('#teach-now').disabled")
+    lesson.type("#class-name", "My thing")
+    set_slider(lesson, "#brush", 30)
+    draw(lesson, [(0.2, 0.5), (0.8, 0.5)])
+    lesson.click("#teach-now")
+    lesson.wait(
+        "return !document.querySelector('#learnt').hidden && !document.querySelector('[aria-busy]')", seconds=200
+    )
+    assert lesson.text("#learnt p").startswith("Learnt “My thing” from 1 photograph in ")
+    chosen = "const select = document.querySelector('.step select'); return select.selectedOptions[0].text"
+    assert lesson.run(chosen) == "2: + My thing (taught here)"
+    assert lesson.run("return document.querySelector('.mask canvas').width") == SIZE[0]
+    assert lesson.run("return document.querySelector(\"#classes li[data-name='My thing']\") !== null")
+    lesson.click("#learnt a")
+    file = downloads / "run+My_thing.safetensors"
+    until(file.exists, "the model is saved")
+    assert load(file, device="cpu").classes[-1] == "My thing"
+    lesson.click(".before")
+    lesson.wait(f"{READY} && !document.querySelector(\"#classes li[data-name='My thing']\")")
+    lesson.click("#more" if lesson.run("return !document.querySelector('#learnt').hidden") else ".teach")
+    assert lesson.run("return [document.querySelector('#base').value, document.querySelector('#photos').children.length]") == ["1", 1]  # fmt: skip  # noqa: E501
+
+
+def test_a_refused_lesson_keeps_what_was_drawn(lesson: Browser) -> None:
+    lesson.type("#class-name", "Disc")
+    draw(lesson, [(0.2, 0.5), (0.8, 0.5)])
+    drawn = marked(lesson)
+    lesson.click("#teach-now")
+    lesson.wait("return !document.querySelector('.teach-error').hidden")
+    assert lesson.text(".teach-error") == "The model knows the class 'disc' already; write it so to improve it."
+    np.testing.assert_array_equal(marked(lesson), drawn)
+    assert all("422" in line for line in lesson.console())  # what the browser says of a refused request
+
+
+def test_a_model_without_sums_cannot_be_taught(page: Browser) -> None:
+    assert page.text(".cannot").startswith("This model carries no sums, so it cannot be taught here")
+    assert page.run("return document.querySelector('.teach').hidden")

@@ -14,11 +14,15 @@ from incseg.cli.main import add_common
 from incseg.demo.models import Models
 from incseg.demo.server import DEFAULT_PORT, DemoServer
 
-HELP = "a local web page: drop an image, see mask, uncertainty and probabilities"
+HELP = "a local web page: drop an image, see mask and uncertainty; teach the model a class"
+READY = "voc20"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, "model")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=READY,
+        help=f"run folder, a folder of its steps/, or a .safetensors model (default: {READY}, which comes with incseg)",
+    )  # fmt: skip
     parser.add_argument("other", metavar="MODEL2", nargs="?", help="another model, to compare side by side")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0 for any free one (default: {DEFAULT_PORT})")
     parser.add_argument(
@@ -26,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     add_common(parser, "--method", "--device", "--threads")
-    parser.epilog = (
-        "Images stay in the memory of this machine. Ctrl-C ends the server. To compare steps of a run, give it twice."
-    )
+    parser.epilog = "Images stay on this machine. Ctrl-C ends the server. To compare steps of a run, give it twice."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What the page can ask of the models: which there are, and what one of them says of an image, as bytes."""
+"""What the page can ask of the models: which there are, what one of them says of an image, and to teach it a class."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import io
 import json
 import math
 import struct
+import tempfile
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +20,10 @@ import numpy as np
 
 from incseg.data.files import decode_image
 from incseg.data.shapes import Shapes
-from incseg.engine.rundir import RunDir
-from incseg.inference import Predictor, Result, load
+from incseg.demo.teach import Lesson, LessonError, extend
+from incseg.engine.rundir import RunDir, model_file
+from incseg.inference import ONNX_SUFFIX, Predictor, Result, load
+from incseg.models.files import carries_sums
 
 FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP", "image/bmp": "BMP", "image/gif": "GIF"}
 """Content types that are taken, and Pillow's decoder of each; no other decoder is ever tried."""
@@ -32,6 +36,9 @@ MOST_ANSWER_BYTES = 32 << 20
 _LONGEST_SEEN = 2048  # of an image for a model that was tested on images as they are
 _MOST_LOADED = 4  # steps kept in memory
 _SAMPLES = 6
+MOST_TAUGHT = 8
+"""Classes that are taught while a server runs; the model of each takes some tens of MB in a temporary folder."""
+_NO_SUMS = "This model carries no sums, so it cannot be taught here; incseg extend adds classes to it."
 
 
 @dataclass
@@ -48,11 +55,20 @@ class DemoModel:
     """The classes that each step added, of the steps that can be chosen."""
     from_run: bool
     """Whether `path` is a run folder, so that a step has to be named."""
+    can_learn: dict[int, bool]
+    """Whether each step carries the sums that a class can be taught from."""
+    taught: dict[int, Path] = field(default_factory=dict)
+    """The files of steps that were taught in the page, in a temporary folder; they follow those of the model."""
+
+    def file(self, step: int) -> Path:
+        if step in self.taught:
+            return self.taught[step]
+        return model_file(self.path, step if self.from_run else None)
 
 
 @dataclass
 class Models:
-    """The models of the page. Not thread-safe: the server asks for one thing at a time.
+    """The models of the page. Not thread-safe: the server asks for one prediction and one class to teach at a time.
 
     device, threads, method: as `incseg.load` takes them.
     """
@@ -63,6 +79,8 @@ class Models:
     method: str | None = None
     _known: list[DemoModel] = field(init=False)
     _loaded: OrderedDict[tuple[int, int], Predictor] = field(init=False, default_factory=OrderedDict)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _folder: tempfile.TemporaryDirectory[str] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._known = [self._open(index, path.expanduser()) for index, path in enumerate(self.paths)]
@@ -77,16 +95,20 @@ class Models:
         from_run = path.is_dir() and not (path / "model.safetensors").is_file()
         steps = RunDir(path).steps_done() if from_run else [step]
         protocol = last.info.get("protocol", {})
-        return DemoModel(
+        steps = [k for k in steps if k <= step]
+        model = DemoModel(
             path=path,
             name=path.resolve().name,
             method=str(last.info["method"]["name"]),
             dataset=str(protocol.get("dataset", "")),
             task=str(protocol.get("task", "")),
             test_size=last.test_size,
-            steps={k: last.increments[k].classes for k in steps if k <= step},
+            steps={k: last.increments[k].classes for k in steps},
             from_run=from_run,
+            can_learn={},
         )
+        model.can_learn = {k: model.file(k).suffix != ONNX_SUFFIX and carries_sums(model.file(k)) for k in steps}
+        return model
 
     def about(self) -> list[dict[str, Any]]:
         """What the page says of each model; no path of this machine is in it."""
@@ -96,7 +118,15 @@ class Models:
                 "method": model.method,
                 "dataset": model.dataset,
                 "task": model.task,
-                "steps": [{"step": step, "new": list(new)} for step, new in model.steps.items()],
+                "steps": [
+                    {
+                        "step": step,
+                        "new": list(new),
+                        "taught": step in model.taught,
+                        "cannot_learn": "" if model.can_learn[step] else _NO_SUMS,
+                    }
+                    for step, new in model.steps.items()
+                ],
             }
             for model in self._known
         ]
@@ -119,12 +149,52 @@ class Models:
     def has(self, model: int, step: int) -> bool:
         return 0 <= model < len(self._known) and step in self._known[model].steps
 
+    def taught(self, model: int, step: int) -> Path | None:
+        """Return the file of a step that was taught in the page, None for any other."""
+        return self._known[model].taught.get(step) if self.has(model, step) else None
+
+    def teach(self, lesson: Lesson, seconds: float, stopped: Callable[[], bool]) -> dict[str, Any]:
+        """Teach a step of a model a class, and return what the page says of it; the step that knows it is a new one.
+
+        seconds, stopped: when it is given up, see `extend`. Predictions may be asked for meanwhile.
+        """
+        if not self.has(lesson.model, lesson.step):
+            raise LessonError("there is no such model or step; load the page again")
+        known = self._known[lesson.model]
+        if not known.can_learn[lesson.step]:
+            raise LessonError(_NO_SUMS)
+        if sum(len(model.taught) for model in self._known) >= MOST_TAUGHT:
+            raise LessonError(f"{MOST_TAUGHT} classes were taught; save the models, then start incseg demo again")
+        with self._lock:
+            increments = list(self._predictor(lesson.model, lesson.step).increments)
+        lesson.require_new_to(increments)
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="incseg-taught-", ignore_cleanup_errors=True)
+        began = time.perf_counter()
+        options = ["--device", self.device]
+        options += ["--threads", str(self.threads)] if self.threads else []
+        options += ["--method", self.method] if self.method else []
+        with tempfile.TemporaryDirectory(dir=self._folder.name, ignore_cleanup_errors=True) as root:
+            lesson.write(Path(root), tuple(FORMATS.values()), MOST_PIXELS)
+            file, found = extend(known.file(lesson.step).resolve(), lesson, Path(root), options, seconds, stopped)
+            step = max(known.steps) + 1
+            known.taught[step] = file.rename(Path(self._folder.name) / f"{lesson.model}-{step}.safetensors")
+        known.can_learn[step] = True
+        known.steps[step] = (lesson.name,)
+        return {**found, "model": lesson.model, "step": step, "seconds": round(time.perf_counter() - began, 1)}
+
+    def close(self) -> None:
+        """Delete what was taught."""
+        if self._folder is not None:
+            self._folder.cleanup()
+
     def answer(self, content: bytes, model: int, step: int, seconds: float = math.inf) -> bytes:
         """What a step of a model says of an image file, see `encode`; given up after so many seconds."""
         deadline = time.monotonic() + seconds
         image = decode_image(content, "the image", tuple(FORMATS.values()), MOST_PIXELS)
         size = image.size
-        predictor = replace(self._predictor(model, step), deadline=deadline)
+        with self._lock:
+            predictor = replace(self._predictor(model, step), deadline=deadline)
         if not predictor.test_size:
             image.thumbnail((_LONGEST_SEEN, _LONGEST_SEEN))
         began = time.perf_counter()
@@ -134,8 +204,8 @@ class Models:
     def _predictor(self, model: int, step: int) -> Predictor:
         key = (model, step)
         if key not in self._loaded:
-            known = self._known[model]
-            self._keep(key, load(known.path, step if known.from_run else None, self.device, self.threads, self.method))
+            file = self._known[model].file(step)
+            self._keep(key, load(file, None, self.device, self.threads, self.method))
         self._loaded.move_to_end(key)
         return self._loaded[key]
 

@@ -7,7 +7,9 @@ nothing to install, and all rules in this one file. http.server itself only pars
 its handler of files is not used, and no path of a request ever becomes a path on disk.
 
 Every connection carries one request. At most `connections` of them are open, at most `uploads` of those have a body or
-an answer in memory, and one prediction runs at a time. Uploads are never written to disk and never kept.
+an answer in memory, one prediction runs at a time, and one class is taught at a time. Images to predict are never
+written to disk. Photographs that teach a class lie in a temporary folder until it is learnt; the new model lies there
+until the server ends.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import io
 import ipaddress
 import json
+import select
 import socket
 import sys
 import threading
@@ -33,14 +36,18 @@ import torch
 
 from incseg.data.files import FileError
 from incseg.demo.models import FORMATS, Models
+from incseg.demo.teach import LONGEST_NAME, LONGEST_SIDE, MOST_PHOTOGRAPHS, Interrupted, Lesson, LessonError
 from incseg.report.draw import viridis
 from incseg.types import UserError
 
 DEFAULT_PORT = 8008
-_PREDICT = "/predict"
+_PREDICT, _TEACH, _TAUGHT, _ABOUT = "/predict", "/teach", "/taught.safetensors", "/about.json"
+_LESSON = "application/octet-stream"
+_CHUNK = 1 << 20
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/teach.js": ("teach.js", "text/javascript; charset=utf-8"),
     "/style.css": ("style.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -62,16 +69,20 @@ class Limits:
     """What clients may send and hold.
 
     upload_bytes:    of an image file.
+    lesson_bytes:    of all photographs and masks that teach a class.
     read_seconds:    for a whole request to arrive.
     predict_seconds: for a prediction, and for those before it to end.
-    write_seconds:   for an answer to be taken.
+    teach_seconds:   for a class to be learnt.
+    write_seconds:   for an answer to be taken; of a model file for each MB.
     connections:     open at once; more are turned away.
     uploads:         in memory at once, one of them being predicted; more are asked to come again.
     """
 
     upload_bytes: int = 20 << 20
+    lesson_bytes: int = 64 << 20
     read_seconds: float = 20.0
     predict_seconds: float = 60.0
+    teach_seconds: float = 300.0
     write_seconds: float = 20.0
     connections: int = 32
     uploads: int = 6
@@ -100,6 +111,7 @@ class DemoServer(ThreadingHTTPServer):
         self.pages = _pages(models, self.limits)
         self.uploads = threading.BoundedSemaphore(self.limits.uploads)
         self.predicting = threading.Lock()
+        self.teaching = threading.Lock()
         self.closing = False
         self._host = host
         self._open: set[socket.socket] = set()
@@ -174,6 +186,7 @@ class DemoServer(ThreadingHTTPServer):
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RD)  # whoever is still sending; answers under way may end
         super().server_close()
+        self.models.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
@@ -198,13 +211,65 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._page)
 
     def do_POST(self) -> None:
-        self._answer(self._prediction)
+        self._answer(self._posted)
+
+    def _posted(self) -> None:
+        if self._target().path == _TEACH:
+            self._lesson()
+        else:
+            self._prediction()
 
     def _page(self) -> None:
-        page = self.server.pages.get(self._target().path)
-        if page is None:
+        target = self._target()
+        page = self.server.pages.get(target.path)
+        if target.path == _TAUGHT:
+            self._model_file(*_model_and_step(target))
+        elif page is not None:
+            self._reply(HTTPStatus.OK, *page)
+        else:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such page; the only one is /")
-        self._reply(HTTPStatus.OK, *page)
+
+    def _model_file(self, model: int, step: int) -> None:
+        """Send a model that was taught in the page. No other file is ever sent."""
+        path = self.server.models.taught(model, step)
+        if path is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is no such model; load the page again")
+        with path.open("rb") as file, suppress(OSError):  # an answer that began cannot become a refusal
+            self._begin(HTTPStatus.OK, _LESSON, path.stat().st_size)
+            while self.command != "HEAD" and (chunk := file.read(_CHUNK)):
+                self.wfile.write(chunk)
+
+    def _lesson(self) -> None:
+        length = self._checked_length("photographs", (_LESSON,), self.server.limits.lesson_bytes)
+        if not self.server.teaching.acquire(blocking=False):
+            raise _Refused(HTTPStatus.CONFLICT, "another class is being taught; wait until it is learnt")
+        try:
+            found = self._teach(self._body(length))
+        finally:
+            self.server.teaching.release()
+        self._reply(HTTPStatus.OK, "application/json", json.dumps(found).encode())
+
+    def _teach(self, content: bytes) -> dict[str, Any]:
+        try:
+            found = self.server.models.teach(Lesson.read(content), self.server.limits.teach_seconds, self._is_left)
+        except Interrupted:
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the teaching was stopped") from None
+        except LessonError as error:
+            raise _Refused(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
+        except UserError as error:  # may name files of this machine
+            print(f"error: {error}", file=sys.stderr)
+            raise _Refused(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "the class could not be learnt; the server's terminal tells why"
+            ) from error
+        self.server.pages[_ABOUT] = _about(self.server.models, self.server.limits)
+        return found
+
+    def _is_left(self) -> bool:
+        """Return whether nobody waits for the answer any more."""
+        if self.server.closing:
+            return True
+        ready, _, _ = select.select([self.connection], [], [], 0)
+        return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _prediction(self) -> None:
         model, step, length = self._checked()
@@ -227,30 +292,34 @@ class _Handler(BaseHTTPRequestHandler):
         target = self._target()
         if target.path != _PREDICT:
             raise _Refused(HTTPStatus.NOT_FOUND, f"images are sent to {_PREDICT} only")
+        length = self._checked_length("file", tuple(FORMATS), self.server.limits.upload_bytes)
+        model, step = _model_and_step(target)
+        if not self.server.models.has(model, step):
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is no such model or step; load the page again")
+        return model, step, length
+
+    def _checked_length(self, what: str, kinds: tuple[str, ...], most: int) -> int:
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{self.headers['Host']}":
             raise _Refused(HTTPStatus.FORBIDDEN, "images are taken from this server's own page only")
         kind = self.headers.get("Content-Type", "nothing").split(";")[0].strip().lower()
-        if kind not in FORMATS:
+        if kind not in kinds:
             raise _Refused(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the file is {kind[:60]}; allowed are {', '.join(FORMATS)}"
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the file is {kind[:60]}; allowed are {', '.join(kinds)}"
             )
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or not lengths:
             raise _Refused(HTTPStatus.LENGTH_REQUIRED, "the length of the image is missing; send Content-Length")
         if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit()) or len(lengths[0]) > 18:
             raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length must be one whole number")
-        length, most = int(lengths[0]), self.server.limits.upload_bytes
+        length = int(lengths[0])
         if length > most:
             raise _Refused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the file has {length / 2**20:.1f} MB; the limit is {most / 2**20:.1f} MB",
+                f"the {what} {'has' if what == 'file' else 'have'} {length / 2**20:.1f} MB; the limit is "
+                f"{most / 2**20:.1f} MB",
             )
-        wanted = parse_qs(target.query[:200])
-        model, step = (_number(wanted.get(name)) for name in ("model", "step"))
-        if not self.server.models.has(model, step):
-            raise _Refused(HTTPStatus.NOT_FOUND, "there is no such model or step; load the page again")
-        return model, step, length
+        return length
 
     def _body(self, length: int) -> bytes:
         body = self.rfile.read(length)
@@ -316,14 +385,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _reply(self, status: HTTPStatus, kind: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self._begin(status, kind, len(body), headers)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _begin(self, status: HTTPStatus, kind: str, length: int, headers: Mapping[str, str] | None = None) -> None:
         self.connection.settimeout(self.server.limits.write_seconds)
         self.send_response(status)
-        lines = {"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close", **_HEADERS}
+        lines = {"Content-Type": kind, "Content-Length": str(length), "Connection": "close", **_HEADERS}
         for name, value in (lines | dict(headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a person watches the page, not the terminal."""
@@ -355,14 +427,26 @@ def _pages(models: Models, limits: Limits) -> dict[str, tuple[str, bytes]]:
     folder = resources.files(__package__) / "page"
     pages = {address: (kind, (folder / name).read_bytes()) for address, (name, kind) in _FILES.items()}
     samples = {f"/samples/{index}.png": ("image/png", png) for index, png in enumerate(models.samples)}
+    return pages | samples | {_ABOUT: _about(models, limits)}
+
+
+def _about(models: Models, limits: Limits) -> tuple[str, bytes]:
     about = {
         "models": models.about(),
-        "samples": list(samples),
+        "samples": [f"/samples/{index}.png" for index in range(len(models.samples))],
         "types": list(FORMATS),
         "upload_bytes": limits.upload_bytes,
+        "lesson": {"bytes": limits.lesson_bytes, "photographs": MOST_PHOTOGRAPHS, "side": LONGEST_SIDE,
+                   "name": LONGEST_NAME},
         "viridis": viridis().tolist(),
-    }
-    return pages | samples | {"/about.json": ("application/json", json.dumps(about).encode())}
+    }  # fmt: skip
+    return "application/json", json.dumps(about).encode()
+
+
+def _model_and_step(target: SplitResult) -> tuple[int, int]:
+    """Return the numbers of an address, −1 where there is none."""
+    wanted = parse_qs(target.query[:200])
+    return _number(wanted.get("model")), _number(wanted.get("step"))
 
 
 def _number(values: list[str] | None) -> int:

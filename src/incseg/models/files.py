@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from incseg.io import load_tensors, require_named_by_user, require_plain, tensors_header, write_tensors
@@ -80,6 +80,15 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
         raise UserError(f"model file '{path}' holds NaN or infinity in {unusable[0]}; give the model of another step")
     model.load_state_dict(tensors)
     return model.to(device).eval(), described.extra
+
+
+def carries_sums(path: Path) -> bool:
+    """Return whether a model file holds the sums of the closed form, from its header alone."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "closed_form" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 class _Misfit(UserError):

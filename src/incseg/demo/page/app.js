@@ -1,6 +1,8 @@
 // The demo's page. An image goes to the server once for each model; sliding, toggling and hovering work on the planes
 // that come back, so they need no round trip.
 
+import {addPhotos, closeTeaching, isTeaching, listenForTeaching, openTeaching} from "/teach.js";
+
 const MOST_TRIES = 5; // when the server is busy
 const TOP = 5; // classes in the readout
 const NAMED_SHARE = 0.006; // of the image: smaller regions get no name on the mask
@@ -21,6 +23,7 @@ const state = {
 let about;
 let viridis; // Uint32Array of 256 pixels
 let cards = [];
+const touch = matchMedia("(pointer: coarse)"); // wording alone depends on it
 
 const pixel = (red, green, blue) => (255 << 24 | blue << 16 | green << 8 | red) >>> 0;
 const css = (colour) => `rgb(${colour.join(" ")})`;
@@ -53,9 +56,11 @@ function decode(buffer) {
   const u = new Uint16Array(buffer, place, size);
   place += 2 * size;
   const image = take(3 * size), labels = take(size), strongest = take(size);
+  const counts = new Array(head.classes.length).fill(0);
+  for (const label of labels) counts[label]++;
   return {
     ...head, size, u, image, labels, strongest, probabilities: head.classes.map(() => take(size)),
-    found: new Set(Array.from(new Set(labels), (label) => head.classes[label])),
+    found: new Map(head.classes.map((name, label) => [name, counts[label]]).filter(([, count]) => count > 0)),
   };
 }
 
@@ -123,6 +128,15 @@ function knownClasses() {
     result?.classes.forEach((name, label) => known.has(name) || known.set(name, result.colours[label]));
   }
   return known;
+}
+
+/** How many pixels of the images each class has, by the methods' own decisions. */
+function foundPixels() {
+  const found = new Map();
+  for (const {result} of cards) {
+    result?.found.forEach((count, name) => found.set(name, Math.max(count / result.size, found.get(name) ?? 0)));
+  }
+  return found;
 }
 
 function chosenClass() {
@@ -303,7 +317,9 @@ function renderPixel() {
     element.querySelectorAll(".cross").forEach((cross) => cross.remove());
     list.replaceChildren();
     if (!result || !state.at) {
-      where.textContent = result ? "Point at the image, or press arrow keys on the mask, for the numbers of a pixel." : "";
+      where.textContent = !result ? "" : touch.matches
+        ? "Tap the image for the numbers of a pixel."
+        : "Point at the image, or press arrow keys on the mask, for the numbers of a pixel.";
       continue;
     }
     const x = Math.min(result.width - 1, Math.floor(state.at.x * result.width));
@@ -402,12 +418,13 @@ function percent(share) {
 
 function renderClasses(colours) {
   const list = find("#classes");
-  // Those in the image first, by the methods' own decision, so that the order stays while sliding.
-  const rank = (name) => (cards.some(({result}) => result?.found.has(name)) ? 0 : 1);
-  const names = [...colours.keys()].slice(1).sort((one, other) => rank(one) - rank(other));
-  if (list.dataset.names !== JSON.stringify(names)) {
-    list.dataset.names = JSON.stringify(names);
-    list.replaceChildren(...names.map((name) => {
+  // Those in the image first, the largest of them on top, by the methods' own decision: so the order stays while sliding.
+  const found = foundPixels();
+  const names = [...colours.keys()].slice(1).sort((one, other) => (found.get(other) ?? 0) - (found.get(one) ?? 0));
+  const number = names.filter((name) => found.has(name)).length;
+  if (list.dataset.names !== JSON.stringify([number, ...names])) {
+    list.dataset.names = JSON.stringify([number, ...names]);
+    const items = names.map((name, place) => {
       const label = document.createElement("label");
       const box = document.createElement("input");
       box.type = "checkbox";
@@ -416,21 +433,28 @@ function renderClasses(colours) {
         schedule();
       });
       label.append(box, swatch(colours.get(name)), part("name", name), part("share", ""));
+      label.title = name;
       const item = document.createElement("li");
       item.dataset.name = name;
+      item.className = place < number ? "seen" : "unseen";
       item.append(label);
       return item;
-    }));
+    });
+    const divider = document.createElement("li");
+    divider.className = "divider quiet";
+    divider.textContent = number ? "Not in this image" : "Not found in this image";
+    list.replaceChildren(...items.slice(0, number), ...(number < items.length ? [divider] : []), ...items.slice(number));
   }
-  for (const item of list.children) {
+  for (const item of list.querySelectorAll("[data-name]")) {
     const {name} = item.dataset;
     const shares = cards.filter((card) => card.result).map((card) => {
       const label = card.result.classes.indexOf(name);
       return label < 0 ? 0 : card.decided.counts[label] / card.result.size;
     });
     find("input", item).checked = !state.off.has(name);
-    find(".share", item).textContent = shares.map(percent).join(" · ");
-    item.classList.toggle("absent", shares.every((share) => share === 0));
+    const absent = shares.every((share) => share === 0);
+    find(".share", item).textContent = absent && item.className.includes("unseen") ? "" : shares.map(percent).join(" · ");
+    item.classList.toggle("absent", absent);
   }
 }
 
@@ -442,8 +466,8 @@ function renderAll() {
     find(".download", card.element).disabled = !card.result;
     const facts = find(".facts", card.element);
     const {method, task} = about.models[card.index];
-    const seconds = card.result ? `, ${card.result.seconds.toFixed(2)} s` : "";
-    facts.textContent = `${method}${task && `, ${task}`}${seconds}`;
+    const known = card.result ? `, ${card.result.classes.length - 1} classes, ${card.result.seconds.toFixed(2)} s` : "";
+    facts.textContent = `${method}${task && `, ${task}`}${known}`;
   }
   const colours = knownClasses();
   const name = chosenClass();
@@ -530,26 +554,103 @@ async function save(card) {
 
 // ---------- the page
 
+const stepLabel = ({step, new: added, taught}) => {
+  const names = added.length > 3 ? `${added.slice(0, 2).join(", ")} and ${added.length - 2} more` : added.join(", ");
+  return `${step}: ${step ? "+ " : ""}${names}${taught ? " (taught here)" : ""}`;
+};
+
+/** The steps of a card's model in its selector, one of them chosen. */
+function offerSteps(card, chosen) {
+  const select = find(".step select", card.element);
+  const {steps} = about.models[card.index];
+  select.replaceChildren(...steps.map((each) => new Option(stepLabel(each), each.step)));
+  select.value = chosen ?? steps.at(-1).step;
+  find(".step", card.element).classList.toggle("single", steps.length === 1);
+  showStep(card);
+}
+
+/** What can be done with the chosen step: go on from it, be taught, be saved. */
+function showStep(card) {
+  const {element} = card, select = find(".step select", element);
+  const {taught, cannot_learn: cannot} = about.models[card.index].steps[select.selectedIndex];
+  find(".before", element).disabled = select.selectedIndex === 0;
+  find(".after", element).disabled = select.selectedIndex === select.length - 1;
+  find(".teach", element).hidden = Boolean(cannot);
+  find(".cannot", element).hidden = !cannot;
+  find(".cannot", element).textContent = cannot;
+  const save = find(".save-model", element);
+  save.hidden = !taught;
+  if (taught) savesModel(save, card.index, stepOf(card));
+}
+
+function savesModel(link, index, step) {
+  const names = about.models[index].steps.find((each) => each.step === step).new.join("+");
+  link.href = `/taught.safetensors?model=${index}&step=${step}`;
+  link.download = `${about.models[index].name}+${names}`.replace(/[^\p{L}\p{N}+._-]/gu, "_") + ".safetensors";
+}
+
+function chooseStep(card) {
+  show(null);
+  find("#learnt").hidden = true;
+  showStep(card);
+  if (state.image) predict(card);
+}
+
+function moveStep(card, by) {
+  find(".step select", card.element).selectedIndex += by;
+  chooseStep(card);
+}
+
+function teachCard(card) {
+  const {name, steps} = about.models[card.index];
+  const labelled = steps.map((each) => ({...each, label: stepLabel(each)}));
+  openTeaching({index: card.index, name, steps: labelled}, stepOf(card), state.image);
+}
+
+/** A class was taught: choose the new step, show what it does to the image in view, and offer to save it. */
+async function learnt(lesson, photograph) {
+  about.models = (await (await fetch("/about.json")).json()).models;
+  const card = cards[lesson.model];
+  cards.forEach((each) => offerSteps(each, each === card ? lesson.step : stepOf(each)));
+  closeTeaching();
+  show(null);
+  const line = find("#learnt");
+  find("p", line).textContent = inWords(lesson);
+  savesModel(find("a", line), lesson.model, lesson.step);
+  line.hidden = false;
+  find("#more").onclick = () => teachCard(card);
+  state.chosen = lesson.name;
+  window.scrollTo(0, 0);
+  if (state.image) predict(card);
+  else open(photograph.blob, photograph.name);
+}
+
+function inWords({name, photographs, seconds, unchanged, iou, predicted, improved}) {
+  const from = `${photographs} photograph${photographs === 1 ? "" : "s"}`;
+  const lines = [`${improved ? "Improved" : "Learnt"} “${name}” from ${from} in ${seconds.toFixed(0)} s.`];
+  if (!predicted) lines.push("The model does not find it yet, not even there: add photographs, or mark it more exactly.");
+  else if (iou !== null) lines.push(`On these photographs, its IoU with your masks is ${iou.toFixed(0)} %.`);
+  if (unchanged !== null) lines.push(`Old classes: ${unchanged.toFixed(1)} % of their pixels there are labelled as before.`);
+  return lines.join(" ");
+}
+
 function buildCard(model, index) {
   const element = find("#card").content.firstElementChild.cloneNode(true);
   const card = {index, element, result: null, decided: null, abort: null};
   find("h2", element).textContent = model.name;
-  const select = find(".step select", element);
-  for (const {step, new: added} of model.steps) {
-    const names = added.length > 3 ? `${added.slice(0, 2).join(", ")} and ${added.length - 2} more` : added.join(", ");
-    select.append(new Option(`${step}: ${step ? "+ " : ""}${names}`, step));
-  }
-  select.selectedIndex = model.steps.length - 1;
-  select.addEventListener("change", () => {
-    show(null);
-    if (state.image) predict(card);
-  });
+  offerSteps(card);
+  find(".step select", element).addEventListener("change", () => chooseStep(card));
+  find(".before", element).addEventListener("click", () => moveStep(card, -1));
+  find(".after", element).addEventListener("click", () => moveStep(card, 1));
+  find(".teach", element).addEventListener("click", () => teachCard(card));
   find(".download", element).addEventListener("click", () => save(card));
   find(".probability select", element).addEventListener("change", (event) => {
     state.chosen = event.target.value;
     schedule();
   });
-  find(".mask .frame", element).dataset.empty = "Choose an image to begin.";
+  const frame = find(".mask .frame", element);
+  frame.dataset.empty = "Choose an image to begin.";
+  frame.addEventListener("click", () => state.image || find("#file").click());
   for (const canvas of element.querySelectorAll(".frame canvas")) {
     canvas.addEventListener("pointermove", pointAt);
     canvas.addEventListener("pointerdown", pointAt);
@@ -589,6 +690,11 @@ function pressSample(pressed) {
 
 function openFiles(files) {
   if (files.length === 0) return;
+  if (isTeaching()) {
+    addPhotos([...files]);
+    return;
+  }
+  find("#learnt").hidden = true;
   state.opened++;
   pressSample(null);
   open(files[0], files[0].name || "the pasted image");
@@ -649,6 +755,7 @@ async function start() {
   find("#samples").replaceChildren(...about.samples.map(buildSample));
   if (cards.length > 1) find("#shares").textContent = "Percent of the image, first and second model.";
   listen();
+  listenForTeaching(about, learnt, (index) => stepOf(cards[index]));
   renderAll();
   const early = find("#file"); // chosen before the page was listening
   if (early.files.length > 0) early.dispatchEvent(new Event("change"));

@@ -1,0 +1,190 @@
+"""Teach a class in the page: its photographs become a small dataset in a temporary folder, and `incseg extend` adds it
+to a model in a process of its own. So predictions of the old model go on meanwhile, a failure or a deadline ends that
+process alone, and the caches of the user get nothing of the photographs."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from incseg.data.extended import folded
+from incseg.data.files import FileError, decode_image
+from incseg.engine.rundir import RunDir
+from incseg.engine.workers import reason_of
+from incseg.io import read_json, write_text
+from incseg.metrics import agreement, mean_new_iou
+from incseg.types import Increment, UserError
+
+MOST_PHOTOGRAPHS = 12
+LONGEST_SIDE = 2048
+"""Of a photograph as it is learnt from; larger ones are reduced."""
+LONGEST_NAME = 40
+_LEAST_MARKED = 16
+"""Pixels of the class in all photographs together: fewer are a slip of the finger."""
+_SHAPE_TOLERANCE = 0.02
+"""By which the ratio of the sides of a mask may differ from its photograph's: both were rounded to whole pixels."""
+_POLL_SECONDS = 0.1
+MASK_FORMATS = ("PNG",)
+PROGRAM = (sys.executable, "-m", "incseg")
+
+
+class LessonError(UserError):
+    """A lesson that cannot be taught, in a line for the person at the page."""
+
+
+class Interrupted(Exception):
+    """Whoever asked has gone, or the server stops."""
+
+
+@dataclass
+class Lesson:
+    """A class and encoded photographs of it, each with a mask whose pixels are the class where they are not black."""
+
+    model: int
+    step: int
+    name: str
+    photographs: list[tuple[memoryview, memoryview]]
+
+    @staticmethod
+    def read(content: bytes) -> Lesson:
+        """Read what the page sends: the length of a head (uint32), the head (JSON), all files one after the other.
+
+        The head has model, step, name, and in `photographs` the sizes in bytes of an image and of its mask each.
+        """
+        try:
+            (length,) = struct.unpack_from("<I", content)
+            head = json.loads(content[4 : 4 + length])
+            model, step, name, sizes = (head[key] for key in ("model", "step", "name", "photographs"))
+            numbers = [model, step, *(size for pair in sizes for size in pair)]
+            sound = all(type(n) is int and n >= 0 for n in numbers) and all(len(pair) == 2 for pair in sizes)
+            sound &= isinstance(name, str) and 4 + length + sum(numbers[2:]) == len(content)
+        except (struct.error, ValueError, KeyError, TypeError, RecursionError):
+            sound = False
+        if not sound:
+            raise LessonError("what was sent cannot be read; load the page again")
+        if not 1 <= len(sizes) <= MOST_PHOTOGRAPHS:
+            raise LessonError(f"there are {len(sizes)} photographs; give 1 to {MOST_PHOTOGRAPHS}")
+        files, place = [], 4 + length
+        for size in numbers[2:]:
+            files.append(memoryview(content)[place : place + size])
+            place += size
+        return Lesson(model, step, _checked_name(name), list(zip(files[::2], files[1::2], strict=True)))
+
+    def require_new_to(self, increments: Sequence[Increment]) -> None:
+        """Refuse a name that the model knows, but for a class that was solved: it is improved by more photographs."""
+        for increment in increments:
+            for known in increment.classes:
+                if folded(known) == folded(self.name) and not (increment.solved and known == self.name):
+                    remedy = "write it so to improve it" if increment.solved else "choose another name"
+                    raise LessonError(f"the model knows the class '{known}' already; {remedy}")
+
+    def write(self, root: Path, formats: tuple[str, ...], most_pixels: int) -> None:
+        """Write the photographs as a dataset of the kind `folder`."""
+        marked, names = 0, []
+        for folder in ("images", "masks"):
+            (root / folder).mkdir(parents=True)
+        for number, (content, drawn) in enumerate(self.photographs, start=1):
+            image = _decoded(content, f"photograph {number}", formats, most_pixels)
+            mask = _decoded(drawn, f"the mask of photograph {number}", MASK_FORMATS, most_pixels)
+            _require_same_shape(number, image.size, mask.size)
+            image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            of_class = Image.fromarray(np.asarray(mask).any(-1)).resize(image.size, Image.Resampling.NEAREST)
+            marked += int(np.asarray(of_class).sum())
+            names.append(f"{number:02}")
+            image.save(root / "images" / f"{number:02}.png", compress_level=1)
+            of_class.convert("1").save(root / "masks" / f"{number:02}.png")
+        if marked < _LEAST_MARKED:
+            raise LessonError(f"nothing is marked as {self.name}; draw over it, or load a mask")
+        write_text(root / "classes.txt", f"background\n{self.name}\n")
+        write_text(root / "train.txt", "".join(f"{name}\n" for name in names))
+
+
+def _checked_name(name: str) -> str:
+    name = unicodedata.normalize("NFC", " ".join(name.split()))
+    if not name:
+        raise LessonError("the class has no name; give it one")
+    if len(name) > LONGEST_NAME or not name.isprintable() or "," in name or folded(name) in ("background", "joint", ""):
+        raise LessonError(
+            f"'{name[:LONGEST_NAME]}' cannot be the name of a class; give letters and digits, at most {LONGEST_NAME}"
+        )
+    return name
+
+
+def _decoded(content: memoryview, what: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
+    try:
+        return decode_image(bytes(content), what, formats, most_pixels)
+    except FileError as error:
+        raise LessonError(str(error)) from error
+
+
+def _require_same_shape(number: int, image: tuple[int, int], mask: tuple[int, int]) -> None:
+    ratios = [width / height for width, height in (image, mask)]
+    if abs(ratios[0] / ratios[1] - 1) > _SHAPE_TOLERANCE + 1 / min(mask):
+        shown, drawn = (f"{width}×{height}" for width, height in (image, mask))
+        raise LessonError(f"photograph {number} is {shown} pixels and its mask {drawn}; give a mask of its shape")
+
+
+def extend(
+    file: Path, lesson: Lesson, root: Path, options: Sequence[str], seconds: float, stopped: Callable[[], bool]
+) -> tuple[Path, dict[str, Any]]:
+    """Add the class of the dataset in `root` to a model, and return the file of the new one and what was found.
+
+    options: more of `incseg extend`.
+    seconds: after which it is given up.
+    stopped: asked now and then; once it is true, it is given up too.
+    """
+    out, log = root / "run", root / "extend.log"
+    command = [
+        *PROGRAM, "extend", str(file), "--root", str(root), f"--classes={lesson.name}",
+        "--recipe", "closed-form", "--out", str(out), *options, "--train.workers", "0", "--eval.workers", "0",
+    ]  # fmt: skip
+    environment = {**os.environ, "INCSEG_CACHE": str(root / "cache")}
+    until = time.monotonic() + seconds
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal is for the server, which then ends it
+        )  # fmt: skip
+    try:
+        while child.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_POLL_SECONDS)
+            if stopped():
+                raise Interrupted
+            if time.monotonic() > until:
+                raise LessonError(f"it took longer than {seconds:.0f} s; give fewer or smaller photographs")
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        raise UserError(f"incseg extend: {reason_of(child.returncode, log.read_text(errors='replace'))}")
+    run = RunDir(out)
+    return run.model(1), summary(read_json(run.forgetting), lesson.name)
+
+
+def summary(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what the page says of a class that was learnt: percent of the old classes' pixels that stayed, None where
+    there were none, and how well the class is found where it was marked."""
+    of_class = found["new"][name]
+    return {
+        "name": name,
+        "photographs": found["train_images"][name],
+        "unchanged": agreement(found),
+        "iou": None if of_class["iou"] is None else mean_new_iou(found),
+        "predicted": of_class["predicted"] > 0,
+        "improved": "iou_before" in of_class,
+    }
