@@ -10,12 +10,13 @@ RUNS ?= runs/voc-laptop
 
 .PHONY: demo test lint setup clean results results-shapes bench torture test-lowest test-ray
 
+# Real photographs with the ready model, then a class that it does not know, added from one photograph.
 demo: setup
-	$(BIN)/incseg train --data shapes --out runs/demo
-	$(BIN)/incseg data export --data shapes --split val --limit 6 --out runs/demo/images
-	$(BIN)/incseg predict runs/demo runs/demo/images/images --out runs/demo/predictions
-	$(BIN)/incseg report runs/demo
-	@echo "Open runs/demo/report/index.html: tables, curves, pictures, uncertainty. To play with the model: $(BIN)/incseg demo runs/demo --open"
+	$(BIN)/incseg predict voc20 examples/cup/images --out runs/demo/before
+	$(BIN)/incseg extend voc20 --root examples/cup --out runs/demo/cup
+	$(BIN)/incseg predict runs/demo/cup examples/cup/images --out runs/demo/after
+	$(BIN)/incseg report runs/demo/cup
+	@echo "Look at runs/demo/before, runs/demo/after and runs/demo/cup/report/index.html. To try it on your own images: $(BIN)/incseg demo runs/demo/cup --open"
 
 test: lint
 	$(BIN)/python -m pytest -n 2
