@@ -16,6 +16,7 @@ from small_runs import reevaluated_row, rows_of, small_config
 
 from incseg.cli.main import main
 from incseg.config import RunConfig
+from incseg.engine.calibration import _unchanged
 from incseg.engine.warm_start import WarmStart
 from incseg.export import with_onnx
 from incseg.inference import load
@@ -23,6 +24,7 @@ from incseg.io import load_tensors, write_tensors
 from incseg.methods.analytic import Analytic, _thinned
 from incseg.methods.base import Alone, StepContext, StepImages
 from incseg.methods.evidential import Evidential
+from incseg.metrics import ALLOWED
 from incseg.models.closed_form import ClosedForm, Design
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
@@ -329,6 +331,22 @@ def test_training_the_head_again_is_refused_once_classes_were_solved() -> None:
 def test_bad_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(options))):
         Analytic.Config(**options)  # type: ignore[arg-type]
+
+
+def test_a_class_of_an_earlier_extension_has_a_limit_of_its_own() -> None:
+    """Trained classes count together; each solved one may lose SOLVED_MAY_LOSE, and few pixels say nothing."""
+    road = {"pixels": 10_000, "kept": 9_990}
+
+    def unchanged(*pixels_and_kept: tuple[int, int], solved: bool = True) -> float:
+        others = {f"bag {i}": {"pixels": n, "kept": kept} for i, (n, kept) in enumerate(pixels_and_kept)}
+        return _unchanged({"road": road, **others}, others if solved else ())
+
+    assert unchanged() == pytest.approx(99.9)
+    assert unchanged((1000, 950), solved=False) == pytest.approx(100 * 10_940 / 11_000)
+    assert unchanged((1000, 995)) == pytest.approx(99.9)
+    assert unchanged((1000, 910), (2000, 2000)) > 100 - ALLOWED > unchanged((1000, 890), (2000, 2000))
+    assert unchanged((50, 0)) == pytest.approx(99.9)
+    assert _unchanged({}, ()) == 100
 
 
 # --- removing ----------------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def test_every_example_is_as_short_as_we_say() -> None:
     ("name", "options"),
     [("pull:Pull", {"strength": 2.0}), ("again:Again", {"generator": "small_runs:noise"}), ("exemplars:Exemplars", {})],
 )
-def test_a_method(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_method(name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUSTED, f"mine.{name}")
     settings = {"method": {"name": f"mine.{name}", **options}, "task": "6-4", "train": {"epochs": 1}}
     config = small_config(tmp_path / "run", **settings)
     train(config)
@@ -85,8 +86,9 @@ def test_a_method(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         assert len(stored) == 16
 
 
-def test_a_memory_survives_an_interruption(tmp_path: Path) -> None:
+def test_a_memory_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored after step 0 is shown in step 1, also by a run that begins again there."""
+    monkeypatch.setenv(TRUSTED, "mine.exemplars:Exemplars")
     settings = {"method": {"name": "mine.exemplars:Exemplars"}, "task": "6-4", "train": {"epochs": 1}}
     whole, parts = (small_config(tmp_path / name, **settings) for name in ("whole", "parts"))
     train(whole)
@@ -166,7 +168,8 @@ def test_a_dataset_without_preset_asks_for_one(mine: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("name", ["mine.pull:Pull", "pathlib:Path"])
-def test_a_class_of_another_kind_is_refused(name: str) -> None:
+def test_a_class_of_another_kind_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUSTED, name)
     with pytest.raises(UserError, match=r"is not a subclass of incseg\.models\.classifiers\.Classifier"):
         Segmenter(ModelConfig("tiny", output_stride=8, classifier=name), True)
     with pytest.raises(UserError, match=r"is not a subclass of incseg\.data\.source\.Source"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from small_runs import Interrupting, assert_same_run, small_config
 
+from incseg.cli import main
 from incseg.config import load_run_config
 from incseg.engine.progress import Task, showing
 from incseg.engine.rundir import RunDir, read_config
 from incseg.inference import load
-from incseg.io import read_record, read_tensors, write_record, write_tensors
+from incseg.io import TRUSTED, import_named, read_record, read_tensors, write_record, write_tensors
 from incseg.losses.pixelwise import row_strips
 from incseg.run import evaluate, train
 from incseg.types import UserError
@@ -166,6 +169,53 @@ def test_the_configuration_of_a_run_is_checked(copied: Path, change: Callable[[A
     file.write_text(yaml.safe_dump(config))
     with pytest.raises(UserError, match=said):
         load_run_config(copied)
+
+
+PLANTED = """
+import os
+from incseg.methods import Evidential
+os.environ["PLANTED"] = "imported"
+class M(Evidential): pass
+def pictures(name, number, seed): return []
+"""
+
+
+@pytest.mark.parametrize("method", [{"name": "planted:M"}, {"name": "recall", "generator": "planted:pictures"}])
+@pytest.mark.parametrize(
+    "command", ["eval RUN", "train --config RUN/config.yaml", "train --config RUN/config.yaml --out NEW"]
+)
+def test_a_configuration_does_not_make_code_be_imported(
+    copied: Path, tmp_path: Path, method: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    for variable in (TRUSTED, "PLANTED"):
+        monkeypatch.delenv(variable, raising=False)
+    file = RunDir(copied).config
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"method": method}))
+    argv = command.replace("RUN", str(copied)).replace("NEW", str(tmp_path / "new")).split()
+    assert main(argv) == 2
+    named = method.get("generator", method["name"])
+    assert f"'{named}', which is not part of incseg and would be imported; if you trust it, name it" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(UserError, match=rf"'{named}' is not part of incseg and would be imported"):
+        import_named("method", named, "package.module:Class")
+    assert "PLANTED" not in os.environ
+    assert "planted" not in sys.modules
+
+
+def test_code_that_the_user_names_is_imported(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PLANTED", "")
+    monkeypatch.setenv(TRUSTED, "")
+    file = RunDir(copied).config
+    file.write_text(file.read_text().replace("name: evidential", "name: planted:M"))
+    assert main(["eval", str(copied), "--method", "planted:M"]) == 0
+    assert os.environ["PLANTED"] == "imported"
+    del sys.modules["planted"]
 
 
 @pytest.mark.parametrize("task", ["joint", "6-2"])

@@ -130,7 +130,7 @@ LESSONS = {
     "two names": (packed([GOOD], name="red,green"), "cannot be the name of a class"),
     "a bell": (packed([GOOD], name="re\ad"), "cannot be the name of a class"),
     "background": (packed([GOOD], name="Background"), "cannot be the name of a class"),
-    "a known name": (packed([GOOD], name="Disc"), "the model knows the class 'disc' already; write it so to improve it"),
+    "a known name": (packed([GOOD], name="Disc"), "the model knows the class 'disc' already; write it so"),
     "an unknown step": (packed([GOOD], step=9), "there is no such model or step"),
     "an unknown model": (packed([GOOD], model=3), "there is no such model or step"),
     "no image": (packed([GOOD, (b"GIF89a", GOOD[1])]), "photograph 2: cannot be read as an image"),

@@ -241,6 +241,25 @@ def test_an_extension_can_be_extended_from_a_lone_file(first: Path, mine: Path, 
     )  # fmt: skip
 
 
+def test_a_chain_of_extensions(first: Path, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second one leaves what the first one added; a class that is learnt further keeps its number and colour."""
+    flags = ["--root", str(mine), "--recipe", "closed-form", "--size", "48", *QUICK]
+    for model, classes, name in ((first, "star", "a"), (tmp_path / "a", "ring", "b"), (tmp_path / "b", "star", "c")):
+        assert main(["extend", str(model), "--classes", classes, "--out", str(tmp_path / name), *flags]) == 0
+    assert "the model knows star already" in " ".join(capsys.readouterr().out.split())
+    a, b, c = (incseg.load(tmp_path / name) for name in "abc")
+    images = torch.randn(1, 3, 48, 48)
+    with torch.no_grad():
+        scores = [predictor.model(images).logits for predictor in (a, b)]
+    assert torch.equal(scores[1][:, :3], scores[0])
+    assert b.classes == (*a.classes, "ring")
+    assert set(c.classes) == set(b.classes)
+    numbered = [dict(zip(p.classes, zip(p.ids, p.palette.tolist(), strict=True), strict=True)) for p in (b, c)]
+    assert numbered[0] == numbered[1]
+    old = json.loads(RunDir(tmp_path / "b").forgetting.read_text())["classes"]
+    assert list(old) == ["triangle", "disc", "star"]
+
+
 def test_a_model_file_that_tells_less_takes_what_its_run_says(first: Path, mine: Path, tmp_path: Path) -> None:
     """Files of earlier versions: the run folder's settings, else a recipe for folders at the model's size."""
     run = tmp_path / "run"
@@ -395,6 +414,10 @@ def test_ids_of_old_classes_stay_and_similar_names_are_told() -> None:
     assert len({tuple(source.palette[i]) for i in (0, 7, 2, 9, 10, 11, 12)}) == 7
     assert Extended(inner, known, "joint", colours).new == ("vest", "dog")
     assert Extended(inner, known, "vest", colours).fingerprint("train") != source.fingerprint("train")
+    again = Extended(inner, known, "vest,glove", colours, {"vest": (5, [9, 9, 9])})  # which the model knew as 5
+    assert again.mask("train", 0).tolist() == [[0, 7, 5, 11, 10, 255]]
+    assert (again.info.classes[4], again.info.classes[9:]) == ("vest", ("glove", "dog"))
+    assert again.palette[[5, 7]].tolist() == [[9, 9, 9], [1, 1, 1]]
     with pytest.raises(UserError, match="253 is the most"):
         Extended(inner, [Increment(("x",), (251,))], "vest", colours[:2])
     with pytest.raises(UserError, match="knows all classes of mine already"):

@@ -17,7 +17,7 @@ from made_up_runs import write_run
 
 from incseg import io
 from incseg.cli import main
-from incseg.io import FolderLock, NoFileName, no_folder, replacing, write_text
+from incseg.io import FolderLock, NoFileName, no_folder, remove_temporary, replacing, write_text
 from incseg.types import UserError
 
 
@@ -169,3 +169,32 @@ def test_a_child_that_ends_does_not_free_the_lock_of_its_parent(tmp_path: Path) 
     assert not FolderLock(tmp_path).acquire()
     lock.release()
     assert FolderLock(tmp_path).is_free()
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fsync, a power cut could leave an empty file in place of the old one."""
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (done.append("fsync"), sync(number)))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
+    write_text(tmp_path / "a.txt", "whole")
+    assert done == ["fsync", "replace"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_new_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "a.txt", "whole")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_only_temporary_files_of_these_names_are_removed(tmp_path: Path) -> None:
+    ours, others = [".a.json.0a1b2c3d.tmp", ".a.json.x.tmp"], [".x.tmp", ".b.json.0a1b2c3d.tmp", "a.json.tmp", "a.json"]
+    for name in ours + others:
+        (tmp_path / name).touch()
+    remove_temporary(tmp_path, "a.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)

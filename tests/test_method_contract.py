@@ -30,7 +30,7 @@ from incseg.cli import main
 from incseg.config import RunConfig
 from incseg.engine.progress import showing
 from incseg.engine.rundir import RunDir
-from incseg.io import read_tensors
+from incseg.io import TRUSTED, read_tensors
 from incseg.losses.means import Term, normalised
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
@@ -97,6 +97,7 @@ CASES = [(name, index) for name in (*METHODS, OUTSIDE) for index in range(len(st
 @pytest.fixture(autouse=True)
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package of the user's own on the path."""
+    monkeypatch.setenv(TRUSTED, OUTSIDE)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "__init__.py").write_text("")
     (tmp_path / "outside" / "tempered.py").write_text(OUTSIDE_SOURCE)
@@ -532,7 +533,8 @@ def test_a_method_from_outside_has_its_flags(tmp_path: Path, capsys: pytest.Capt
         (":", "cannot be imported"),
     ],
 )
-def test_methods_that_are_not_there(name: str, message: str) -> None:
+def test_methods_that_are_not_there(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUSTED, name)
     with pytest.raises(UserError, match=message):
         find_method(name)
 

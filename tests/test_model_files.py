@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from incseg.models.files import load_segmenter, save_segmenter
+from incseg.models.backbones import BACKBONES
+from incseg.models.closed_form import Design
+from incseg.models.files import _Description, load_segmenter, save_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.types import Increment, UserError
 
@@ -185,3 +190,95 @@ def test_tensors_that_do_not_fit_the_description_are_named(path: Path) -> None:
     assert "has unknown tensor more" in refusal(rewrite(path, add={"more": torch.zeros(1)}))
     misshapen = {"classifiers.1.bias": torch.zeros(2)}
     assert "has misshapen tensor classifiers.1.bias" in refusal(rewrite(path, add=misshapen))
+
+
+def edited(path: Path, **changes: Any) -> Path:
+    """The file with other values in its metadata; a callable gets the old value."""
+    about = metadata_of(path)
+    return rewrite(path, **{key: json.dumps(change(json.loads(about[key]))) for key, change in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config": lambda c: {**c, "width": 30_000}}, "has misshapen tensor"),
+        ({"config": lambda c: {**c, "backbone": "resnet101"}}, "misses tensor"),
+        ({"config": lambda c: {**c, "dilations": [10**9] * 3}}, "its dilations are .*; they are from 1 to 512"),
+        ({"config": lambda c: {**c, "width": "16"}}, "'width' holds '16'"),
+        ({"config": lambda c: {**c, "stages": [0.5]}}, "'stages' holds"),
+        ({"config": lambda c: {**c, "norm": "none"}}, "'norm' holds 'none'"),
+        ({"config": lambda c: {**c, "freeze_backbone": 1}}, "'freeze_backbone' holds 1"),
+        ({"extra": lambda e: {**e, "test_size": 10**6}}, "its test size is 1000000; it is from 0 to 10000"),
+        ({"extra": lambda e: {**e, "test_size": 10**18}}, "its test size is"),
+        ({"extra": lambda e: {**e, "test_size": True}}, "its test size is True"),
+        ({"extra": lambda e: {**e, "palette": [[0, 0, 0]] * 257}}, "its palette has 257 colours"),
+        ({"extra": lambda e: {**e, "protocol": [1]}}, r"its protocol is \[1\]"),
+        ({"extra": lambda e: {**e, "protocol": {"rules": 7}}}, "its label rules are 7"),
+        ({"extra": lambda e: {**e, "train": "long"}}, "its train is 'long'"),
+        ({"extra": lambda e: {**e, "note": "\ud800"}}, "characters that no setting has"),
+        ({"increments": lambda i: [*i, *[{"classes": [], "ids": [], "train_images": 0}] * 100_000]}, "has no classes"),
+        ({"increments": lambda i: [{"classes": [], "ids": [], "train_images": 0, "head": 10**9}]}, "its head is"),
+        ({"increments": lambda i: [{**i[0], "head": 1}, {**i[1], "head": 2}]}, "unknown tensor|misses tensor|shrunk"),
+        ({"increments": lambda i: [{**i[0], "train_images": "9"}, i[1]]}, "has '9' images"),
+        ({"increments": lambda i: [{**i[0], "solved": "no"}, i[1]]}, "is solved: 'no'"),
+        ({"increments": lambda i: [{**i[0], "classes": ["\ud800", "b"]}, i[1]]}, "characters that no setting has"),
+        ({"background_output": lambda b: "false"}, "its background output is 'false'"),
+        ({"shrinks": lambda s: [1] * 10**6}, "sizes that its heads look at"),
+        ({"shrinks": lambda s: [True]}, "looks? at images shrunk|heads look at"),
+    ],
+)  # fmt: skip
+def test_descriptions_are_checked_before_anything_is_made(path: Path, changes: Any, said: str) -> None:
+    """Some of these took all memory, or minutes, before they were refused."""
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    changes = {"shrinks": lambda s: s, **changes} if "shrinks" in metadata_of(path) else changes
+    line = refusal(edited(path, **changes))
+    assert re.search(said, line), line
+    assert len(line) < 1000
+    assert time.process_time() - began < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
+
+
+def test_the_shapes_are_compared_before_tensors_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("incseg.models.files.load_tensors", lambda path: pytest.fail("tensors were read"))
+    assert "has misshapen tensor" in refusal(edited(path, config=lambda c: {**c, "width": 24}))
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int64])
+def test_tensors_of_other_kinds_are_named(path: Path, kind: torch.dtype) -> None:
+    odd = {"classifiers.1.bias": torch.zeros(1).to(kind)}
+    assert "has misshapen tensor classifiers.1.bias" in refusal(rewrite(path, add=odd))
+
+
+def test_a_header_without_end_is_not_read(path: Path) -> None:
+    text = json.dumps({"__metadata__": {"format": "x" * (17 << 20)}}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    assert "its header has 17 MB; at most 16 are read" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"columns": 16_000}, {"widths": [16, 60_000, 60_000]}, {"widths": [16] * 10**5}, {"labels": 10**7}, {"labels": -1},
+     {"waiting": ["a"] * 10**5}, {"waiting": "a"}, {"embedding": "x"}, {"rectifier": "none"}, {"columns": "8"}],
+    ids=str,
+)  # fmt: skip
+def test_a_closed_form_is_checked_before_it_is_drawn(tmp_path: Path, change: dict[str, Any]) -> None:
+    path, before = tmp_path / "form.safetensors", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = Segmenter(ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 2, 3)), background_output=False)
+    model.grow(Increment(("cat",), (1,), 9))
+    model.add_closed_form(Design(columns=8), "exp_sigmoid").set_labels(2)
+    save_segmenter(path, model.eval(), {})
+    assert load_segmenter(path)[0].closed_form is not None
+    about = json.loads(metadata_of(path)["closed_form"]) | change
+    assert "closed form" in refusal(rewrite(path, closed_form=json.dumps(about))) or "waiting" in change
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
+
+
+@pytest.mark.parametrize("backbone", [*BACKBONES])
+def test_every_network_can_be_sketched_without_memory(backbone: str) -> None:
+    description = _Description(
+        ModelConfig(backbone, output_stride=16, width=16), True, [Increment(("a",), (1,))], [1], [1], None, {}
+    )
+    sketch, built = description.sketch({}), description.build({})
+    assert {tensor.device.type for tensor in sketch.state_dict().values()} == {"meta"}
+    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (sketch, built)]
+    assert shapes[0] == shapes[1]

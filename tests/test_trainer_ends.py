@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 import torch
 from small_runs import listening, reevaluated_row, rows_of, small_config
 
+from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.rundir import RunDir
+from incseg.engine.runtime import Runtime
+from incseg.methods import build_method
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.run import evaluate, train
 from incseg.types import UserError
@@ -85,3 +89,57 @@ def test_classes_that_no_test_image_shows_have_no_iou(tmp_path: Path) -> None:
     row = rows_of(config.folder)[-1]
     assert None in row["iou"].values()
     assert row["all"] is not None
+
+
+FOREIGN = {"config.yaml": "mine: 1\n", ".x.tmp": "mine", "sub/.config.yaml.12345678.tmp": "mine", "notes.txt": "mine"}
+
+
+@pytest.mark.parametrize("present", [[*FOREIGN], *([name] for name in FOREIGN)])
+def test_a_folder_of_other_things_is_left_alone(tmp_path: Path, present: list[str]) -> None:
+    config = small_config(tmp_path / "run", task="8-2", train={"epochs": 1})
+    for name in present:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(FOREIGN[name])
+    with pytest.raises(UserError, match=r"holds '.*', which no run of incseg wrote; choose a new folder with --out"):
+        train(config)
+    files = [path for path in config.folder.rglob("*") if path.is_file()]
+    found = {path.relative_to(config.folder).as_posix(): path.read_text() for path in files}
+    assert found == {name: FOREIGN[name] for name in present}
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    (run.root / "steps" / "0").mkdir(parents=True)
+    left = [".config.yaml.0a1b2c3d.tmp", "steps/0/.model.safetensors.0a1b2c3d.tmp"]
+    mine = ["steps/0/.x.tmp", "steps/.y.tmp"]
+    for name in left + mine:
+        (run.root / name).touch()
+    with contextlib.closing(run):
+        run.lock()
+        assert [(run.root / name).exists() for name in left + mine] == [False, False, True, True]
+    (run.root / "predictions").mkdir()
+    with pytest.raises(UserError, match="holds 'predictions'"):
+        run.lock()
+    run.write_config({"task": "8-2"})
+    run.environment.write_text("{}")
+    with contextlib.closing(run):
+        run.lock()  # a run may have other things beside it
+
+
+def test_only_the_first_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    config = small_config(tmp_path / "run", task="joint", train={"epochs": 1})
+    with pytest.raises(UserError, match="has gone"):  # the rows that the first process would have written
+        train(config)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_checkpoint_of_another_step_is_not_taken(tmp_path: Path) -> None:
+    model, method = torch.nn.Linear(2, 2), build_method({"name": "finetune"})
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", enabled=False)
+    save_checkpoint(tmp_path / "c.safetensors", 1, Progress(iteration=7), model, optimizer, scaler, method)
+    torch.nn.init.zeros_(model.weight)
+    for step, iteration in ((0, 0), (2, 0), (1, 7)):
+        found = load_checkpoint(tmp_path / "c.safetensors", step, model, optimizer, scaler, method, Runtime("cpu"))
+        assert found.iteration == iteration
+        assert bool(model.weight.any()) == (step == 1)

@@ -31,6 +31,8 @@ from incseg.io import write_compact_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 OLD, NEW, NEW_VOC = ("skin", "hair", "shoes", "pants", "dress", "coat"), ("bag", "sunglasses"), ("bag", "hat")
+FIRST = ("skin", "hair", "shoes", "jeans", "blouse", "skirt")
+CHAIN = (("pants", "coat"), ("dress", "bag"), ("hat", "sunglasses"))
 FEW = 200
 
 
@@ -42,7 +44,7 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     make_folders(args.ccp, args.work)
     lab = Lab(args.work, args.base.resolve(), args.voc.resolve())
-    for part in (own_photographs, voc_and_more, few_photographs):
+    for part in (own_photographs, voc_and_more, few_photographs, one_after_another):
         part(lab)
         lab.write()
     return 0
@@ -112,6 +114,16 @@ def few_photographs(lab: Lab) -> None:
     lab.run("c eval after", "eval", "c-more", "--data", "folder", "--root", "a-test", "--json")
 
 
+def one_after_another(lab: Lab) -> None:
+    """Three extensions of one model, and the later two of the first model for comparison."""
+    lab.run("d train", "train", "--data", "folder", "--root", "d-base", "--out", "d")
+    lab.run("d eval", "eval", "d", "--data", "folder", "--root", "d-test", "--json")
+    for start, number in (("d", 1), ("d-1", 2), ("d-1-2", 3), ("d", 2), ("d", 3)):
+        out, classes = f"{start}-{number}", ",".join(CHAIN[number - 1])
+        lab.run(f"{out} extend", "extend", start, "--root", f"d-more{number}", "--classes", classes, "--out", out)
+        lab.run(f"{out} eval", "eval", out, "--data", "folder", "--root", "d-test", "--json")
+
+
 # --- the photographs -----------------------------------------------------------------------------------------
 
 
@@ -125,9 +137,11 @@ def make_folders(ccp: Path, work: Path) -> None:
     for folder, photographs, classes in (
         ("a-base", first, OLD), ("a-new", second, NEW), ("a-joint", rest, (*OLD, *NEW)), ("b-new", rest, NEW_VOC),
         ("c-base", first[:FEW], OLD), ("c-new", second[:FEW], NEW),
+        ("d-base", [name for name in rest if _hash(name) // 5 % 5 < 2], FIRST),
+        *((f"d-more{i}", [name for name in rest if _hash(name) // 5 % 5 == i + 1], CHAIN[i - 1]) for i in (1, 2, 3)),
     ):  # fmt: skip
         _write(ccp, work / folder, photographs, classes)
-    for folder, classes in (("a-test", (*OLD, *NEW)), ("b-test", NEW_VOC)):
+    for folder, classes in (("a-test", (*OLD, *NEW)), ("b-test", NEW_VOC), ("d-test", (*FIRST, *sum(CHAIN, ())))):
         _write(ccp, work / folder, [*test, rest[0]], classes)
         (work / folder / "val.txt").write_text("\n".join(test) + "\n")
 
@@ -201,6 +215,13 @@ def page(measured: dict[str, Any]) -> str:
             f"{_iou(found, 'sunglasses')}.",
             "",
         ]
+    if "d-3 eval" in measured:
+        lines += ["## Six classes, then three extensions of two each, on other photographs each time", ""]
+        runs = ("d", "d-1", "d-1-2", "d-1-2-3", "d-2", "d-3")
+        tested = [measured[f"{run} eval"]["classes"] for run in runs]
+        rows = [(name, *(_iou(one, name) for one in tested)) for name in (*FIRST, *sum(CHAIN, ()))]
+        heads = ("class", "base", "first", "second", "third", "second alone", "third alone")
+        lines += [*_table(heads, rows), ""]
     lines += ["## Commands", "", "```", *(one["command"] for one in measured.values()), "```", ""]
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from incseg.cli.settings import by_dotted_name, resolve
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
 from incseg.inference import Predictor, load
-from incseg.io import read_record
+from incseg.io import read_record, trust_named
 from incseg.methods.base import Method
 from incseg.metrics import FIGURES, percent
 from incseg.presets import FITS_OBJECTS
@@ -109,6 +109,7 @@ def train(
     """
     named = {"data": data, "root": _path(root), "task": _task(task), "method": _name(method), "out": _path(out)}
     given = by_dotted_name({**settings, **{name: value for name, value in named.items() if value is not None}})
+    trust_named(value for value in given.values() if isinstance(value, str))
     with _output(quiet):
         config = resolve(given)
         if config.preset in FITS_OBJECTS and not extension.SIZES & given.keys():
@@ -154,6 +155,7 @@ def extend(
     """
     file = model.folder if isinstance(model, Run) else model.info["file"] if isinstance(model, Predictor) else model
     given = by_dotted_name(settings)
+    trust_named(value for value in (*given.values(), data, _name(method)) if isinstance(value, str))
     for name in given:
         if not name.startswith(extension.SETTINGS):
             raise UserError(f"unknown setting '{name}' of an extension; allowed are {', '.join(extension.SETTINGS)}")

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import types
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from incseg.data import OWN, SOURCES, detected
 from incseg.engine.evaluator import EvalConfig
@@ -26,7 +25,7 @@ from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
 from incseg.models.segmenter import ModelConfig
 from incseg.presets import default_preset, preset_for
-from incseg.settings import Affects, changed_values, names_affecting, setting
+from incseg.settings import Affects, changed_values, names_affecting, require_types, setting
 from incseg.types import UserError
 
 _machine = partial(setting, affects="machine")
@@ -263,6 +262,8 @@ def named_code(values: dict[str, Any]) -> dict[str, object]:
     """Return the names in a configuration that may refer to code outside incseg, as {kind: name}."""
     return {
         "dataset": values["data"].get("name"),
+        "method": values["method"].get("name"),
+        "generator": values["method"].get("generator"),
         **{key: values["model"].get(key) for key in ("backbone", "classifier")},
     }
 
@@ -275,35 +276,10 @@ def load_run_config(folder: Path) -> RunConfig:
     require_named_by_user(f"{folder}/config.yaml", named_code(values))
     try:
         for name, kind in GROUPS.items():
-            _require_types(kind, values[name])
-        _require_types(RunConfig, {key: value for key, value in values.items() if key not in GROUPS})
+            require_types(kind, values[name])
+        require_types(RunConfig, {key: value for key, value in values.items() if key not in GROUPS})
         return RunConfig(**{**values, **{name: kind(**values[name]) for name, kind in GROUPS.items()}})
     except UserError as error:
         raise UserError(f"{folder}/config.yaml: {error}") from error
     except TypeError as error:
         raise UserError(f"{folder}/config.yaml does not fit this version of incseg ({error})") from error
-
-
-def _require_types(kind: type, values: dict[str, Any]) -> None:
-    """Raise a TypeError unless the values have the types of the fields: the file may have been edited."""
-    hints = get_type_hints(kind)
-    for name, value in values.items():
-        if name in hints and not _is_a(value, hints[name]):
-            raise TypeError(f"'{name}' holds {value!r}")
-
-
-def _is_a(value: Any, hint: Any) -> bool:
-    """Return whether a value from YAML, where tuples are lists, is valid for a field of this type."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(_is_a(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple:
-        kinds = parts[:1] * len(value) if isinstance(value, list) and parts[-1] is ... else parts
-        return isinstance(value, list) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, origin or hint)

@@ -34,6 +34,7 @@ from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.presets import preset_for
 from incseg.run import open_source, read_meaning, train
+from incseg.settings import require_types
 from incseg.types import UserError
 
 BATCH = 8
@@ -260,6 +261,7 @@ class Plan:
     @staticmethod
     def read(request: Request) -> Plan:
         require_known("recipe", request.recipe, [AUTO, *RECIPES])
+        RunDir(request.out).require_own()
         file = model_file(Path(request.model).expanduser(), request.step)
         model, about = load_segmenter(file)
         trained_by = about.get("method")
@@ -436,4 +438,9 @@ def _as_trained(file: Path, about: dict[str, Any], method: str) -> dict[str, Any
     else:
         trained = preset_for(_FULL, method)["train"] | ({"crop": size} if size else {})
     known = {option.name for option in fields(TrainConfig)}
-    return {"train": {key: value for key, value in trained.items() if key in known}, "eval": {"size": size}}
+    trained = {key: value for key, value in trained.items() if key in known}
+    try:
+        require_types(TrainConfig, trained)
+    except TypeError as error:
+        raise UserError(f"model file '{file}': among its training settings {error}; save or copy it again") from error
+    return {"train": trained, "eval": {"size": size}}

@@ -21,7 +21,7 @@ from incseg.data.source import voc_palette
 from incseg.data.transforms import normalise
 from incseg.engine.rundir import model_file
 from incseg.engine.runtime import Runtime
-from incseg.io import replacing, write_array
+from incseg.io import replacing, trust_named, trusted_names, write_array
 from incseg.losses.pixelwise import row_strips
 from incseg.methods import METHODS, build_method, find_method
 from incseg.methods.base import Method
@@ -256,6 +256,7 @@ class Predictor:
         self._require_memory(size, width, height, int(pixels * len(self.classes)) if probabilities else 0)
         resized = rgb if (width, height) == rgb.size else rgb.resize((width, height), Image.Resampling.BILINEAR)
         logits = self._logits(resized, TILE if tile is None else tile)
+        self._require_finite(logits)
         if longest is not None and longest < max(rgb.size):
             rgb.thumbnail((longest, longest))
         result = self._decide(rgb, logits, probabilities)
@@ -275,6 +276,13 @@ class Predictor:
             if 4 * values > MOST_BYTES:
                 fault = f"{what} would take {values / 2**28:.1f} GB; at most {MOST_BYTES >> 30} GB are allowed"
                 raise FileError("the image", fault, remedy)
+
+    def _require_finite(self, values: Tensor) -> None:
+        if not bool(values.isfinite().all()):
+            raise UserError(
+                f"what the model '{self.info['file']}' makes of an image is not finite, so its training has diverged "
+                "or its file was changed; give the model of another step, or train it again"
+            )
 
     def _check_deadline(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -331,6 +339,7 @@ class Predictor:
             self._check_deadline()
             prediction = self.method.predict(strip, self.model.increments)
             labels[rows] = prediction.labels[0].cpu().numpy()
+            self._require_finite(prediction.uncertainty)
             uncertainty[rows] = prediction.uncertainty[0].cpu().numpy()
             if probabilities is not None:
                 probabilities[:, rows] = prediction.probabilities[0].cpu().numpy()
@@ -414,8 +423,9 @@ def predictor_of(
 
 
 def require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
-    """A model file alone never makes code be imported."""
-    if name not in METHODS and name != named_by_user:
+    """Refuse a method from outside that the user did not name: a model file alone never makes code be imported."""
+    trust_named([named_by_user or ""])
+    if name not in METHODS and name not in trusted_names():
         raise UserError(
             f"model file '{file}' was trained by '{name}', which is not part of incseg and would be imported; "
             f"if you trust it, name it yourself: --method {name}"

@@ -17,10 +17,10 @@ import importlib
 import json
 import os
 import re
+import secrets
 import socket
 import stat
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -139,13 +139,12 @@ def replacing(path: Path) -> Iterator[Path]:
     prefix, temporary = f".{path.name}.", None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        made = path.parent / f"{prefix}{secrets.token_hex(4)}.tmp"
+        made.touch(0o666, exist_ok=False)  # less what the umask takes away, as any new file
+        temporary = made
         yield temporary
         with temporary.open("rb+") as written:  # Windows flushes only what is open for writing
             os.fsync(written.fileno())
-        temporary.chmod(0o644)
         os.replace(temporary, path)
     except OSError as error:
         if error.filename is not None and os.path.basename(os.fsdecode(error.filename)).startswith(prefix):
@@ -154,6 +153,18 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def remove_temporary(folder: Path, *names: str) -> None:
+    """Delete what a killed process was writing in a folder under these names, which may be patterns; nothing else."""
+    for name in names:
+        for left in folder.glob(f".{name}.*.tmp"):
+            left.unlink(missing_ok=True)
+
+
+def is_hidden_own(name: str, files: Iterable[str]) -> bool:
+    """Return whether a name in a folder is that of its lock, or of a temporary file of one of `files`."""
+    return name in (".lock", ".lock-holder") or any(re.fullmatch(rf"\.{re.escape(f)}\..*\.tmp", name) for f in files)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -226,7 +237,7 @@ def read_yaml(path: Path) -> Any:
         value = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not text
         raise yaml.YAMLError(str(error)) from error
-    _require_plain(value, path)
+    require_plain(value, path)
     return value
 
 
@@ -247,16 +258,16 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _require_plain(value: Any, path: Path, name: str = "") -> None:
+def require_plain(value: Any, path: object, name: str = "") -> None:
     """Refuse values that no setting has: dates, sets, bytes, keys that are not text, unprintable text, huge numbers."""
     if isinstance(value, dict):
         if odd := [key for key in value if not isinstance(key, str)]:
             raise UserError(f"{path}: unknown setting '{odd[0]}'; names are text, so put it in quotes if it is one")
         for key, item in value.items():
-            _require_plain(item, path, f"{name}.{key}" if name else key)
+            require_plain(item, path, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
         for item in value:
-            _require_plain(item, path, name)
+            require_plain(item, path, name)
     elif isinstance(value, str):
         if "\0" in value or re.search("[\ud800-\udfff]", value):
             raise UserError(f"{path}: '{name}' holds {value!r}, with characters that no setting has; take them out")
@@ -296,6 +307,26 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} cannot be read ({error}); delete it and row.json beside it, then start "
             "the run again, which writes both anew"
         ) from error
+
+
+MOST_HEADER_BYTES = 16 << 20
+"""Of a file of tensors: names, shapes and description. A network of a thousand tensors has a tenth of a megabyte."""
+
+
+def tensors_header(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, str]]:
+    """Return dtype and shape of each tensor, and the metadata; no tensor is read.
+
+    Raise a SafetensorError if the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+    if MOST_HEADER_BYTES < length <= path.stat().st_size:
+        raise SafetensorError(f"its header has {length / 2**20:.0f} MB; at most {MOST_HEADER_BYTES >> 20} are read")
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, file.metadata() or {}
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -352,8 +383,16 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
 
 
 def import_named(kind: str, name: str, form: str) -> Any:
-    """Import and return `package.module:name`; `form` is the expected spelling, for the error."""
+    """Import and return `package.module:name`; `form` is the expected spelling, for the error.
+
+    All code from outside is imported here, so the rule about trust holds wherever the name was read.
+    """
     module, _, attribute = name.partition(":")
+    if module and not is_trusted(name):
+        raise UserError(
+            f"{kind} '{name}' is not part of incseg and would be imported; if you trust it, name it on the command "
+            f"line, import it in Python, or set {TRUSTED}={name}"
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -381,11 +420,21 @@ TRUSTED = "INCSEG_TRUST"
 
 
 def trust_named(tokens: Iterable[str]) -> None:
-    """Remember what a command line names as `package.module:name`."""
+    """Remember what a command line or a caller in Python names as `package.module:name`."""
     values = [token.rpartition("=")[2] for token in tokens]
     named = [value for value in values if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value)]
     if named:
-        os.environ[TRUSTED] = ",".join(sorted({*os.environ.get(TRUSTED, "").split(","), *named} - {""}))
+        os.environ[TRUSTED] = ",".join(sorted({*trusted_names(), *named}))
+
+
+def trusted_names() -> set[str]:
+    """Return the `package.module:name` that the user named."""
+    return {*os.environ.get(TRUSTED, "").split(",")} - {""}
+
+
+def is_trusted(name: str) -> bool:
+    """Return whether `package.module:name` may be imported: the user named it, or it is already imported."""
+    return name.partition(":")[0] in sys.modules or name in trusted_names()
 
 
 def require_named_by_user(file: object, settings: Mapping[str, object]) -> None:
@@ -393,8 +442,8 @@ def require_named_by_user(file: object, settings: Mapping[str, object]) -> None:
     for kind, name in settings.items():
         if not isinstance(name, str) or ":" not in name or name.startswith("timm:"):
             continue
-        if name.partition(":")[0] not in sys.modules and name not in os.environ.get(TRUSTED, "").split(","):
+        if not is_trusted(name):
             raise UserError(
                 f"{file} names the {kind} '{name}', which is not part of incseg and would be imported; "
-                f"if you trust it, set {TRUSTED}={name}"
+                f"if you trust it, name it on the command line too, or set {TRUSTED}={name}"
             )

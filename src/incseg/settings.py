@@ -1,4 +1,4 @@
-"""What each setting affects, declared where the setting is defined.
+"""What each setting affects, declared where the setting is defined; and the types of settings that come from a file.
 
 A field of a config dataclass affects training unless it is declared otherwise. Resuming a run, reusing a trained step,
 `eval`, `sweep` and the report use these functions, so no second list of settings is needed.
@@ -6,8 +6,10 @@ A field of a config dataclass affects training unless it is declared otherwise. 
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from dataclasses import MISSING, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Affects = Literal["training", "later", "inference", "machine"]
 """What a setting changes:
@@ -51,3 +53,31 @@ def _default(each: Any) -> Any:
 def _listed(value: Any) -> Any:
     """Return a tuple as the list that YAML and JSON make of it."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def require_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Raise a TypeError unless values from a file have the types of a config dataclass's fields.
+
+    A file that someone edited, or another version wrote, may hold anything.
+    """
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if name in hints and not is_a(value, hints[name]):
+            raise TypeError(f"'{name}' holds {value!r}")
+
+
+def is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value from YAML, which has lists only, can stand where a dataclass has this type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(is_a(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        kinds = parts[:1] * len(value) if isinstance(value, list) and parts[-1] is ... else parts
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(is_a, value, kinds))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)

@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     add_common(parser, "--method", "--device", "--threads")
-    parser.epilog = (
-        "Images stay on this machine. Ctrl-C ends the server. To compare steps of a run, give it twice."
-    )
+    parser.epilog = "Images stay on this machine. Ctrl-C ends the server. To compare steps of a run, give it twice."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", choices=["train", "val", "all"],
         help="with --data: which of its photographs (default: val; all where the dataset has no val)",
     )  # fmt: skip
+    parser.add_argument(
+        "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
+    )
     parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
@@ -80,7 +83,7 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     if args.save:
         raise UserError("--save keeps tests on a run's own dataset; leave it out with --data")
     source = build_source(args.data, root=args.root)
-    predictor = load(args.run, args.step, device=args.device or "auto", threads=args.threads)
+    predictor = load(args.run, args.step, args.device or "auto", args.threads, args.method)
     options = method_overrides("incseg eval", predictor.info["method"]["name"], args.unknown)
     if options:
         predictor = predictor.with_options(**options)

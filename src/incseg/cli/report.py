@@ -14,7 +14,7 @@ import incseg
 from incseg.cli.main import add_common
 from incseg.config import usual_settings
 from incseg.gallery import cached_models, report_blocks
-from incseg.io import write_text
+from incseg.io import remove_temporary, write_text
 from incseg.report.page import (
     FIGURES_FOLDER,
     PageSection,
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     require_some(records, left_out)
     out = _folder(args)
     figures = out / FIGURES_FOLDER
+    remove_temporary(out, "index.html")  # of a report that was killed
+    remove_temporary(figures, "*.png", "*.svg")
     with collected_warnings(show=True) as warnings:
         for line in left_out:
             log.warning(line)

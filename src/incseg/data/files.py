@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import warnings
 from abc import abstractmethod
 from collections import Counter
@@ -377,6 +378,7 @@ def _opened(
         cause = f"its format is not known{allowed}"
         raise FileError(path, f"cannot be read as an image ({cause})", "export or copy it again") from error
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
-        cause = " ".join(str(error).split()) or type(error).__name__
+        said = re.sub(r"<_io\.[^>]*>", "the file", str(error))  # Pillow names a stream by its address
+        cause = " ".join(said.split()) or type(error).__name__
         fault = f"cannot be read as an image ({cause})"
         raise FileError(path, fault, "export or copy it again", UNREADABLE) from error

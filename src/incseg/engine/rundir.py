@@ -32,9 +32,24 @@ import torch
 import yaml
 
 import incseg
-from incseg.io import FolderLock, read_record, read_yaml, write_json, write_text
+from incseg.io import (
+    FolderLock,
+    is_hidden_own,
+    read_record,
+    read_yaml,
+    remove_temporary,
+    write_json,
+    write_text,
+)
 from incseg.models.box import box_names, boxed_model
 from incseg.types import UserError
+
+_OWN_FILES = (
+    "config.yaml", "environment.json", "protocol.json", "log.txt", "checkpoint.safetensors", "results.json",
+    "forgetting.json", "changes.json", "photographs.png",
+)  # fmt: skip
+_OWN_FOLDERS = ("steps", "tries", "retests", "tensorboard", "report")
+_OWN_OF_STEPS = ("model.safetensors", "state.safetensors", "confusion.npy", "row.json")
 
 STATE_FILE = "state.safetensors"
 """What a method remembers after a step, beside the step's model."""
@@ -122,11 +137,26 @@ class RunDir:
 
     def lock(self) -> None:
         """Make the folder if need be, and hold it until `close`: one process at a time works in it."""
+        self.require_own()
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for left in self.root.rglob(".*.tmp"):  # what a killed process was writing
-                left.unlink(missing_ok=True)
+            remove_temporary(self.root, *_OWN_FILES)
+            for folder in self.root.glob("steps/*"):
+                remove_temporary(folder, *_OWN_OF_STEPS)
+            remove_temporary(self.retests, "step*.json")
+
+    def require_own(self) -> None:
+        """Refuse a folder that holds other things than a run: files in it would be overwritten, or taken for ours."""
+        if self.config.exists() and (self.environment.exists() or self.started):
+            return
+        with self._writing():
+            found = sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []
+        own = {*_OWN_FILES, *_OWN_FOLDERS} - {self.config.name}
+        if foreign := [name for name in found if name not in own and not is_hidden_own(name, _OWN_FILES)]:
+            raise UserError(
+                f"{self.root} holds '{foreign[0]}', which no run of incseg wrote; choose a new folder with --out"
+            )
 
     def write_config(self, config: dict[str, Any]) -> None:
         with self._writing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
 import threading
@@ -37,6 +38,8 @@ from incseg.types import Batch, Increment, Inputs, Output, UserError
 
 Fast = Literal["channels_last", "compile", "fused"]
 
+_MOST_TO_CALIBRATE = 64
+"""Training images that also calibrate, about, if no held-back image shows a new class."""
 _SPIKE = 10.0
 """Warn of a gradient norm above this many times the mean of the earlier ones. Normal steps on VOC stay below 9."""
 
@@ -285,6 +288,15 @@ class Trainer:
     def _score_on_held_out(self, step: Step) -> HeldOutScore:
         images, config = len(self.loaders.test_images), self.evaluator.config
         batches = self.loaders.testing(step, range(images), config.batch_size if config.size else 1)
+        if unshown := [name for name in step.names if self.class_images and not self.class_images[name][1]]:
+            log.info(
+                f"note: no held-back photograph shows {', '.join(unshown)}, so the photographs to learn from also "
+                "choose how readily new classes are predicted"
+            )
+            count = len(self.loaders.train_images[step.index])
+            some = range(0, count, max(1, count // _MOST_TO_CALIBRATE))
+            batches = itertools.chain(batches, self.loaders.plain(step, config.batch_size, some))
+            images += len(some)
         shown = with_progress(batches, "calibrating", images)
         return score_on_held_out(self.model, self.method, shown, self.runtime)
 

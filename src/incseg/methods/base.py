@@ -73,7 +73,7 @@ class HeldOutScore:
     """The result of a model on held-out images.
 
     iou:       mean IoU of the new classes.
-    agreement: percent of the old classes' pixels whose label is unchanged.
+    agreement: percent of the old classes' pixels whose label is unchanged; lower where one of them loses too many.
     shift:     number to add to the scores of the new classes for this result.
     """
 

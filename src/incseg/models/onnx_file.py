@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from incseg.io import require_plain
 from incseg.models.files import check_extra, check_increments, read_config, read_increment
 from incseg.models.segmenter import ModelConfig
 from incseg.types import Increment, UserError
@@ -20,6 +22,8 @@ FORMAT = "incseg-onnx"
 FORMAT_VERSION = 1
 INPUT = "image"
 OUTPUTS = ("probabilities", "uncertainty", "labels", "logits")
+MOST_UNIT = 1024
+_DESCRIBED = ("method", "palette", "test_size", "protocol", "model", "increments")
 
 
 def onnx_packages() -> tuple[Any, Any]:
@@ -36,11 +40,15 @@ class OnnxNetwork:
     """The network of an ONNX graph up to its logits, run by onnxruntime on the CPU.
 
     The method's rule, also in the graph, is left out: prediction applies it at the image's own size and in strips.
+
+    A graph is a program: what it computes, and how long it takes, cannot be checked beforehand as a model file can. The
+    description beside it is.
     """
 
     def __init__(self, model: Any, threads: int | None = None) -> None:
         onnx, runtime = onnx_packages()
         about = {entry.key: entry.value for entry in model.metadata_props}
+        require_plain({key: json.loads(about[key]) for key in _DESCRIBED if key in about}, "its description")
         self.about: dict[str, Any] = {key: json.loads(about[key]) for key in ("method", "palette", "test_size")}
         self.about |= {key: json.loads(about[key]) for key in ("protocol",) if key in about}
         self.about["incseg"] = about["incseg"]
@@ -52,14 +60,36 @@ class OnnxNetwork:
         self.stride = int(about["stride"])
         self.finer = int(about.get("finer", 1))
         self.unit = int(about.get("unit", self.config.output_stride))
+        self._require_sizes()
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         network = onnx.utils.Extractor(model).extract_model([INPUT], ["logits"])
         self._session = runtime.InferenceSession(network.SerializeToString(), options, ["CPUExecutionProvider"])
 
+    def _require_sizes(self) -> None:
+        """What prediction divides by, and allocates by."""
+        classes = sum(len(increment.classes) for increment in self.increments)
+        if not self.increments or self.num_outputs not in (classes, classes + 1):
+            raise ValueError(f"it has {self.num_outputs} outputs for {classes} classes")
+        if not (1 <= self.stride <= self.unit <= MOST_UNIT and self.unit % self.stride == 0):
+            raise ValueError(f"its stride is {self.stride} and its unit {self.unit}")
+        if not 1 <= self.finer <= MOST_UNIT:
+            raise ValueError(f"its logits are {self.finer} times finer")
+
     def logits(self, image: Image.Image) -> Tensor:
         """Return (1, C, h, w) logits of an RGB image."""
-        return torch.from_numpy(self._session.run(["logits"], {INPUT: as_input([image])})[0])
+        try:
+            found = self._session.run(["logits"], {INPUT: as_input([image])})[0]
+        except Exception as error:  # onnxruntime has its own kinds of error; the graph may be anyone's
+            cause = " ".join(str(error).split())[:200]
+            raise UserError(f"the ONNX graph cannot be run ({cause}); export the model again") from error
+        size = [self.finer * math.ceil(side / self.stride / self.finer) for side in (image.height, image.width)]
+        if found.dtype != np.float32 or list(found.shape) != [1, self.num_outputs, *size]:
+            raise UserError(
+                f"the ONNX graph gives logits of {found.dtype} and shape {found.shape}, which do not fit its "
+                "description; export the model again"
+            )
+        return torch.from_numpy(found)
 
 
 def as_input(images: list[Image.Image]) -> np.ndarray:
@@ -71,7 +101,7 @@ def read_onnx(path: Path) -> Any:
     """Return the model of a file that incseg exported."""
     onnx, _ = onnx_packages()
     try:
-        model = onnx.load(path)
+        model = onnx.load(path, load_external_data=False)  # an exported model is one file; others are not read
     except OSError as error:
         raise UserError(f"ONNX file '{path}' cannot be read ({error.strerror}); check its permissions") from error
     except Exception as error:  # protobuf has its own kinds of error in every version

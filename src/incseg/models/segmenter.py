@@ -180,8 +180,12 @@ class Segmenter(nn.Module):
     def add_closed_form(self, design: Design, rectifier: Rectifier) -> ClosedForm:
         """Return a closed form without sums, in place of one that no class reads."""
         self.drop_closed_form()
-        widths = [self.config.width, *(self.backbone.channels[stage] for stage in self._stages_read())]
-        return self.attach(ClosedForm(design, widths, rectifier))
+        return self.attach(ClosedForm(design, self.widths_read, rectifier))
+
+    @property
+    def widths_read(self) -> list[int]:
+        """Channels of the embedding and of the stages that the heads read: those that a closed form reads."""
+        return [self.config.width, *(self.backbone.channels[stage] for stage in self._stages_read())]
 
     def attach(self, closed_form: ClosedForm) -> ClosedForm:
         self.heads.append(closed_form.to(self.aspp.mix.weight))

@@ -138,7 +138,7 @@ def _of_the_new(report: dict[str, Any]) -> list[str]:
             advice = f"only {of_class['images']} held-back photographs show it, so test it on others (incseg eval)"
         else:
             advice = "its objects may be too small or its masks wrong: look at the contact sheet"
-        if of_class["predicted"] == 0:
+        if of_class["predicted"] == 0 and of_class["images"]:
             lines.append(f"warning: {name} is never predicted; {advice}")
         elif of_class["iou"] is not None and of_class["iou"] < HARDLY:
             lines.append(f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); {advice}")
