@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from incseg.io import load_tensors, require_named_by_user, require_plain, tensors_header, write_tensors
@@ -85,8 +85,7 @@ def load_segmenter(path: str | Path, device: str | torch.device = "cpu") -> tupl
 def carries_sums(path: Path) -> bool:
     """Return whether a model file holds the sums of the closed form, from its header alone."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return "closed_form" in (file.metadata() or {})
+        return "closed_form" in tensors_header(path)[1]
     except (OSError, SafetensorError):
         return False
 
