@@ -366,10 +366,8 @@ def test_removing_a_solved_class_leaves_what_a_model_without_it_would_say() -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "touched", "heads"), [("c", ["d"], [1, 2]), ("d", [], [1, 2]), ("a", ["c", "d"], [1, 2, 3])]
-)
-def test_removing_leaves_what_the_sums_without_it_give(name: str, touched: list[str], heads: list[int]) -> None:
+@pytest.mark.parametrize(("name", "touched", "heads"), [("c", ["d"], 2), ("d", [], 2), ("a", ["c", "d"], 3)])
+def test_removing_leaves_what_the_sums_without_it_give(name: str, touched: list[str], heads: int) -> None:
     """Where classes were added beside others, too: the scores of those before it stay, to the last bit."""
     _, model, method = extended_twice(power=0.0)
     images = torch.randn(1, 3, 48, 32)
