@@ -56,7 +56,7 @@ def test_commands(bash: Complete) -> None:
     assert bash("incseg", "") == list(COMMANDS)
     assert bash("incseg", "--") == ["--help", "--version"]
     assert bash("incseg", "pre") == ["predict"]
-    assert bash("incseg", "data", "") == ["check", "export"]
+    assert bash("incseg", "data", "") == ["check", "convert", "export"]
 
 
 def test_choices(bash: Complete) -> None:

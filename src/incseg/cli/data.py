@@ -12,7 +12,7 @@ from rich.text import Text
 
 from incseg.data import build_source
 from incseg.data.check import Report, check, grouped, values_line
-from incseg.data.convert import FOLDER, FORMATS, TOLERANCE_HELP, convert, tolerance
+from incseg.data.convert import FOLDER, FORMATS, TOLERANCE_HELP, convert, require_tolerance
 from incseg.data.files import FileSource
 from incseg.data.folder import export
 from incseg.data.presence import Progress as Callback
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=int, metavar="N", help="convert, export: the first N images of a split (default: all)"
     )
-    parser.add_argument("--tolerance", type=tolerance, default=0.0, metavar="PIXELS", help=f"convert: {TOLERANCE_HELP}")
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="PIXELS", help=f"convert: {TOLERANCE_HELP}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,6 +77,7 @@ def _write(args: argparse.Namespace, source: Source, console: Console, progress:
         raise UserError(f"--limit is {args.limit}; give a number of images from 1")
     if args.action == "convert" and args.to is None:
         raise UserError(f"convert needs the format to write; give --to, one of {', '.join(FORMATS)}")
+    require_tolerance(args.tolerance)
     splits = [args.split] if args.split else SPLITS
     if args.action == "export":
         to, written = FOLDER, export(source, args.out, splits, args.limit, progress)

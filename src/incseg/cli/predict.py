@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from incseg.cli.main import is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
-from incseg.data.convert import TOLERANCE_HELP, WRITERS, tolerance
+from incseg.data.convert import TOLERANCE_HELP, WRITERS, require_tolerance
 from incseg.data.files import FileError, image_size
 from incseg.data.folder import unreadable_note
 from incseg.data.source import voc_palette
@@ -78,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=int, metavar="N", help="with --format coco, labelme or yolo: only the N most uncertain images"
     )
-    parser.add_argument(
-        "--tolerance", type=tolerance, default=0.0, metavar="PIXELS", help=f"with these: {TOLERANCE_HELP}"
-    )
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="PIXELS", help=f"with these: {TOLERANCE_HELP}")
     parser.epilog = (
         "Writes NAME_mask.png (indexed, the dataset's class ids), NAME_uncertainty.png (viridis, index = 255 u) and "
         "NAME_overlay.png for each image, and predictions.json with the classes and what came of which file. "
@@ -135,6 +133,7 @@ def _labels_wanted(args: argparse.Namespace) -> bool:
         raise UserError("--probabilities are written with --format png alone; leave one of them out")
     if args.top is not None and args.top < 1:
         raise UserError(f"--top is {args.top}; give a number of images from 1")
+    require_tolerance(args.tolerance)
     require_new(args.out)
     return True
 

@@ -32,15 +32,9 @@ TOLERANCE_HELP = (
 )
 
 
-def tolerance(text: str) -> float:
-    """Return a tolerance from the command line."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+def require_tolerance(value: float) -> None:
     if not 0 <= value <= _MOST_TOLERANCE:
-        raise UserError(f"--tolerance is {text}; give pixels, 0 to {_MOST_TOLERANCE}, such as 1.5")
-    return value
+        raise UserError(f"--tolerance is {value:g}; give pixels, 0 to {_MOST_TOLERANCE}, such as 1.5")
 
 
 def convert(

@@ -246,10 +246,10 @@ def export(
 
 def flat_name(name: str, taken: set[str]) -> str:
     """Return a name for a file of what may be a path, other than those taken, and take it."""
-    flat = found = name.replace("/", "_")
+    flat = found = "".join(c if c.isprintable() and c not in "/\\" else "_" for c in name)
     number = 2
     while found.casefold() in taken:
-        found, number = f"{flat}-{number}", number + 1
+        found, number = f"{flat}_{number}", number + 1
     taken.add(found.casefold())
     return found
 

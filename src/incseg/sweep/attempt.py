@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from incseg.engine.runtime import reason_of
 from incseg.sweep.folder import Job, Sweep, Task
 
 Outcome = Literal["done", "failed", "busy", "stopped"]
@@ -138,13 +139,3 @@ def end_with_parent() -> None:
     """Have this process asked to end when its parent dies, on Linux: it would train on for nobody."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def reason_of(code: int, printed: str) -> str:
-    """Return in one line why a run failed: its own error, the last line of a traceback, or the signal."""
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or [f"exit code {code}"])[-1]
