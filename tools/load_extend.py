@@ -107,9 +107,10 @@ def at_once(work: Path, commands: Sequence[tuple[str, list[str]]]) -> dict[str, 
 
 _PAGE = """# Extensions at the same time
 
-Made by `tools/load_extend.py`: a model of two classes is extended by one, from {photographs} real photographs at
-shorter side {size}, by several processes at once, one thread each, on two cores. The machine was busy with other work.
-Processor seconds and memory are of the processes themselves; seconds of the clock are not those of a quiet machine.
+Made by `tools/load_extend.py --photographs {photographs}`: a model of two classes is extended by one, from real
+photographs at shorter side {size}, by several processes at once, one thread each, on two cores. The machine was busy
+with other work. Processor seconds and memory are of the processes themselves; seconds of the clock are not those of a
+quiet machine.
 
 | at once | features cached | seconds | processor seconds each | alone = 1 | memory each, MB |
 |---:|---|---:|---:|---:|---:|
