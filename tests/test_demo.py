@@ -79,9 +79,11 @@ def server(models: Models) -> Iterator[DemoServer]:
 Answer = tuple[int, dict[str, str], bytes]
 
 
-def ask(server: DemoServer, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+def ask(
+    server: DemoServer, method: str, path: str, body: bytes | None = None, seconds: float = 60, **headers: str
+) -> Answer:
     """A well-formed request; headers with _ for -."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=seconds)
     try:
         connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()

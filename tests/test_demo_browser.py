@@ -459,9 +459,9 @@ def test_a_class_is_taught_shown_and_saved(lesson: Browser, downloads: Path) -> 
     draw(lesson, [(0.2, 0.5), (0.8, 0.5)])
     lesson.click("#teach-now")
     lesson.wait(
-        "return !document.querySelector('#learnt').hidden && !document.querySelector('[aria-busy]')", seconds=200
+        "return !document.querySelector('#learnt').hidden && !document.querySelector('[aria-busy]')", seconds=400
     )
-    assert lesson.text("#learnt p").startswith("Learnt “My thing” from 1 photograph in ")
+    assert lesson.text("#learnt p").startswith("Learnt “My thing” from 1 marked photograph in ")
     chosen = "const select = document.querySelector('.step select'); return select.selectedOptions[0].text"
     assert lesson.run(chosen) == "2: + My thing (taught here)"
     assert lesson.run("return document.querySelector('.mask canvas').width") == SIZE[0]

@@ -22,6 +22,7 @@ from demo_runs import random_run, small_analytic_run
 from PIL import Image
 from test_demo import PNG, ask, decoded, encoded, error_of, picture, serving, upload
 
+from incseg.data.folder import Folder
 from incseg.demo import teach as demo_teach
 from incseg.demo.models import MOST_TAUGHT, Models
 from incseg.demo.server import DemoServer
@@ -62,7 +63,10 @@ def packed(pairs: list[tuple[bytes, bytes]], name: Any = "red", model: Any = 0, 
 
 
 def teach(server: DemoServer, content: bytes, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    return ask(server, "POST", "/teach", content, **{"Content_Type": "application/octet-stream", **headers})
+    """Send a lesson. Python and torch start for it, which takes long on a busy machine."""
+    return ask(
+        server, "POST", "/teach", content, seconds=400, **{"Content_Type": "application/octet-stream", **headers}
+    )
 
 
 def program(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -80,7 +84,7 @@ def test_a_class_is_learnt_beside_the_old_model(server, run, tmp_path):
     assert status == 200, body
     found = json.loads(body)
     assert {**found, "seconds": 0, "iou": 0, "unchanged": 0} == {
-        "name": "red", "photographs": 3, "predicted": True, "improved": False, "model": 0, "step": LAST + 1,
+        "name": "red", "marked": 3, "held_back": 1, "predicted": True, "improved": False, "model": 0, "step": LAST + 1,
         "seconds": 0, "iou": 0, "unchanged": 0,
     }  # fmt: skip
     assert found["iou"] > 50
@@ -150,6 +154,18 @@ def test_lessons_that_cannot_be_taught(server, monkeypatch, tmp_path):
         status, _, body = teach(server, content)
         assert (status, part in error_of(body)) == (422, True), (name, body)
     assert files_in(tmp_path / "temporary") == []
+
+
+@pytest.mark.parametrize(("marked", "train", "val"), [(1, 3, 1), (2, 4, 2), (3, 4, 1), (9, 9, 2)])
+def test_some_of_three_or_more_are_held_back(tmp_path, marked, train, val):
+    """With fewer, those that are learnt from are tested on; photographs without the class are always learnt from."""
+    empty = encoded(Image.new("L", (64, 48)))
+    pairs = [photograph(seed) for seed in range(marked)] + [(GOOD[0], empty)] * 2
+    assert Lesson.read(packed(pairs)).write(tmp_path, ("PNG",), 10**6) == (marked, val if marked >= 3 else 0)
+    source = Folder(tmp_path)
+    assert [len(source.names(split)) for split in ("train", "val")] == [train, val]
+    shown = [bool(source.mask("val", i).any()) for i in range(val)]
+    assert all(shown)
 
 
 def test_only_solved_classes_are_improved():

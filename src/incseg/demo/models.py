@@ -175,13 +175,15 @@ class Models:
         options += ["--threads", str(self.threads)] if self.threads else []
         options += ["--method", self.method] if self.method else []
         with tempfile.TemporaryDirectory(dir=self._folder.name, ignore_cleanup_errors=True) as root:
-            lesson.write(Path(root), tuple(FORMATS.values()), MOST_PIXELS)
+            marked, held_back = lesson.write(Path(root), tuple(FORMATS.values()), MOST_PIXELS)
             file, found = extend(known.file(lesson.step).resolve(), lesson, Path(root), options, seconds, stopped)
             step = max(known.steps) + 1
             known.taught[step] = file.rename(Path(self._folder.name) / f"{lesson.model}-{step}.safetensors")
         known.can_learn[step] = True
         known.steps[step] = (lesson.name,)
-        return {**found, "model": lesson.model, "step": step, "seconds": round(time.perf_counter() - began, 1)}
+        seconds_taken = round(time.perf_counter() - began, 1)
+        counts = {"marked": marked, "held_back": held_back, "seconds": seconds_taken}
+        return {**found, **counts, "model": lesson.model, "step": step}
 
     def close(self) -> None:
         """Delete what was taught."""

@@ -32,6 +32,10 @@ MOST_PHOTOGRAPHS = 12
 LONGEST_SIDE = 2048
 """Of a photograph as it is learnt from; larger ones are reduced."""
 LONGEST_NAME = 40
+ENOUGH_TO_HOLD_BACK = 3
+"""With so many marked photographs one in five is held back, to choose how readily the class is predicted: on other
+photographs the class is found much better so (docs/how-to/demo.md). With fewer, those that are learnt from choose."""
+_HELD_BACK_OF = 5
 _LEAST_MARKED = 16
 """Pixels of the class in all photographs together: fewer are a slip of the finger."""
 _SHAPE_TOLERANCE = 0.02
@@ -91,9 +95,9 @@ class Lesson:
                     remedy = "write it so to improve it" if increment.solved else "choose another name"
                     raise LessonError(f"the model knows the class '{known}' already; {remedy}")
 
-    def write(self, root: Path, formats: tuple[str, ...], most_pixels: int) -> None:
-        """Write the photographs as a dataset of the kind `folder`."""
-        marked, names = 0, []
+    def write(self, root: Path, formats: tuple[str, ...], most_pixels: int) -> tuple[int, int]:
+        """Write the photographs as a dataset of the kind `folder`; return how many are marked and held back."""
+        marked, names, pixels = list[str](), list[str](), 0
         for folder in ("images", "masks"):
             (root / folder).mkdir(parents=True)
         for number, (content, drawn) in enumerate(self.photographs, start=1):
@@ -102,14 +106,19 @@ class Lesson:
             _require_same_shape(number, image.size, mask.size)
             image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
             of_class = Image.fromarray(np.asarray(mask).any(-1)).resize(image.size, Image.Resampling.NEAREST)
-            marked += int(np.asarray(of_class).sum())
             names.append(f"{number:02}")
-            image.save(root / "images" / f"{number:02}.png", compress_level=1)
-            of_class.convert("1").save(root / "masks" / f"{number:02}.png")
-        if marked < _LEAST_MARKED:
+            if count := int(np.asarray(of_class).sum()):
+                marked.append(names[-1])
+                pixels += count
+            image.save(root / "images" / f"{names[-1]}.png", compress_level=1)
+            of_class.convert("1").save(root / "masks" / f"{names[-1]}.png")
+        if pixels < _LEAST_MARKED:
             raise LessonError(f"nothing is marked as {self.name}; draw over it, or load a mask")
+        held_back = marked[_HELD_BACK_OF // 2 :: _HELD_BACK_OF] if len(marked) >= ENOUGH_TO_HOLD_BACK else []
         write_text(root / "classes.txt", f"background\n{self.name}\n")
-        write_text(root / "train.txt", "".join(f"{name}\n" for name in names))
+        write_text(root / "train.txt", "".join(f"{name}\n" for name in names if name not in held_back))
+        write_text(root / "val.txt", "".join(f"{name}\n" for name in held_back or marked))
+        return len(marked), len(held_back)
 
 
 def _checked_name(name: str) -> str:
@@ -182,7 +191,6 @@ def summary(found: dict[str, Any], name: str) -> dict[str, Any]:
     of_class = found["new"][name]
     return {
         "name": name,
-        "photographs": found["train_images"][name],
         "unchanged": agreement(found),
         "iou": None if of_class["iou"] is None else mean_new_iou(found),
         "predicted": of_class["predicted"] > 0,

@@ -625,12 +625,13 @@ async function learnt(lesson, photograph) {
   else open(photograph.blob, photograph.name);
 }
 
-function inWords({name, photographs, seconds, unchanged, iou, predicted, improved}) {
-  const from = `${photographs} photograph${photographs === 1 ? "" : "s"}`;
-  const lines = [`${improved ? "Improved" : "Learnt"} “${name}” from ${from} in ${seconds.toFixed(0)} s.`];
-  if (!predicted) lines.push("The model does not find it yet, not even there: add photographs, or mark it more exactly.");
-  else if (iou !== null) lines.push(`On these photographs, its IoU with your masks is ${iou.toFixed(0)} %.`);
-  if (unchanged !== null) lines.push(`Old classes: ${unchanged.toFixed(1)} % of their pixels there are labelled as before.`);
+function inWords({name, marked, held_back: heldBack, seconds, unchanged, iou, predicted, improved}) {
+  const photographs = `${marked} marked photograph${marked === 1 ? "" : "s"}`;
+  const lines = [`${improved ? "Improved" : "Learnt"} “${name}” from ${photographs} in ${seconds.toFixed(0)} s.`];
+  const where = heldBack ? `On ${heldBack} of them, held back to test,` : "There";
+  if (!predicted) lines.push(`${where} the model does not find it yet: add photographs, or mark it more exactly.`);
+  else if (iou !== null) lines.push(`${where} its IoU with your mask${marked === 1 ? "" : "s"} is ${iou.toFixed(0)} %.`);
+  if (unchanged !== null) lines.push(`Old classes: ${unchanged.toFixed(1)} % of their pixels are labelled as before.`);
   return lines.join(" ");
 }
 

@@ -33,7 +33,8 @@ async function addPhotos(files) {
       const bitmap = await createImageBitmap(file);
       const shrink = Math.min(1, LONGEST_MASK / Math.max(bitmap.width, bitmap.height));
       const [width, height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * shrink)));
-      photos.push({blob: file, name, bitmap, width, height, done: [], thumb: newCanvas(width, height)});
+      photos.push({blob: file, name, bitmap, width, height, done: [], marked: 0, thumb: newCanvas(width, height)});
+      drawThumb(photos.at(-1));
       at = photos.length - 1;
     } catch {
       say(`${name} cannot be opened as an image.`);
@@ -89,6 +90,15 @@ function drawMask(photo, context) {
   context.clearRect(0, 0, photo.width, photo.height);
   const cleared = photo.done.findLastIndex(({kind}) => kind === "clear");
   for (const one of photo.done.slice(cleared + 1)) draw(context, one);
+}
+
+/** The small picture of a photograph with its mask; counts what is marked. */
+function drawThumb(photo) {
+  const context = photo.thumb.getContext("2d");
+  drawMask(photo, context);
+  photo.marked = pixelsOf(photo).marked;
+  context.globalCompositeOperation = "destination-over";
+  context.drawImage(photo.bitmap, 0, 0, photo.width, photo.height);
 }
 
 /** Black and white pixels of a mask, and whether any of them is marked. */
@@ -276,11 +286,7 @@ function render() {
     canvases[0].getContext("2d").drawImage(photo.bitmap, 0, 0, photo.width, photo.height);
     drawMask(photo, canvases[1].getContext("2d"));
     drawGuide();
-    const thumb = photo.thumb.getContext("2d");
-    drawMask(photo, thumb);
-    photo.marked = pixelsOf(photo).marked;
-    Object.assign(thumb, {globalCompositeOperation: "destination-over", globalAlpha: 1});
-    thumb.drawImage(photo.bitmap, 0, 0, photo.width, photo.height);
+    drawThumb(photo);
   }
   find(".tools .width", view()).classList.toggle("unused", tool() === "outline");
   find("#close-outline").hidden = !(outline?.length > 2);
