@@ -41,7 +41,7 @@ _AHEAD = 2
 _LARGE = 32_000_000
 """Pixels of an image from which on one at a time is in memory."""
 _PRE_ANNOTATIONS = ("coco", "labelme", "yolo")
-_PREDICTED = "predicted"
+_LABELS = "labels"
 """Key of the file that holds predicted labels until images are ranked."""
 _FAST = 1
 """Compression of these files."""
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with _place_of_results(args, as_labels) as place:
         is_background = not predictor.method.background_output
-        write = partial(_keep if as_labels else _write, is_background=is_background)
+        write = partial(_save_labels if as_labels else _write, is_background=is_background)
         outcomes = _predict_all(predictor, files, args, write, place)
         done = [outcome for outcome in outcomes if "error" not in outcome]
         skipped = [outcome for outcome in outcomes if "error" in outcome]
@@ -148,10 +148,10 @@ def _place_of_results(args: argparse.Namespace, as_labels: bool) -> Iterator[Pat
         yield Path(folder)
 
 
-def _keep(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
-    kept = folder / f"{name}.png"
-    Image.fromarray(result.labels).save(kept, compress_level=_FAST)
-    return {**_summary(result, name, is_background), _PREDICTED: kept}
+def _save_labels(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
+    file = folder / f"{name}.png"
+    Image.fromarray(result.labels).save(file, compress_level=_FAST)
+    return {**_summary(result, name, is_background), _LABELS: file}
 
 
 def _summary(result: Result, name: str, is_background: bool) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _write_labels(
     written = []
     with WRITERS[args.format](args.out, predictor.classes[1:], palette, args.tolerance) as writer:
         for file, outcome in done[: args.top]:
-            with Image.open(outcome.pop(_PREDICTED)) as labels:
+            with Image.open(outcome.pop(_LABELS)) as labels:
                 writer.add(outcome["name"], file, np.asarray(labels))
             written.append(outcome)
     return written
