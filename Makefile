@@ -5,16 +5,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 BENCH := .venv-bench
 LOWEST := .venv-lowest
+RAY := .venv-ray
 RUNS ?= runs/voc-laptop
 
-.PHONY: demo test lint setup clean results results-shapes bench torture test-lowest
+.PHONY: demo test lint setup clean results results-shapes bench torture test-lowest test-ray
 
+# Real photographs with the ready model, then a class that it does not know, added from one photograph.
 demo: setup
-	$(BIN)/incseg train --data shapes --out runs/demo
-	$(BIN)/incseg data export --data shapes --split val --limit 6 --out runs/demo/images
-	$(BIN)/incseg predict runs/demo runs/demo/images/images --out runs/demo/predictions
-	$(BIN)/incseg report runs/demo
-	@echo "Open runs/demo/report/index.html: tables, curves, pictures, uncertainty. To play with the model: $(BIN)/incseg demo runs/demo --open"
+	$(BIN)/incseg predict voc20 examples/cup/images --out runs/demo/before
+	$(BIN)/incseg extend voc20 --root examples/cup --out runs/demo/cup
+	$(BIN)/incseg predict runs/demo/cup examples/cup/images --out runs/demo/after
+	$(BIN)/incseg report runs/demo/cup
+	@echo "Look at runs/demo/before, runs/demo/after and runs/demo/cup/report/index.html. To try it on your own images: $(BIN)/incseg demo runs/demo/cup --open"
 
 test: lint
 	$(BIN)/python -m pytest -n 2
@@ -32,6 +34,15 @@ $(LOWEST)/.installed: pyproject.toml tools/lowest.py
 	$(LOWEST)/bin/python tools/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
 	  -e '.[dev,imagenet,tensorboard,onnx]'
+	touch $@
+
+# Sweeps on a Ray cluster of two nodes on this machine. Ray is large, and the test takes a minute.
+test-ray: $(RAY)/.installed
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/test_sweep_ray.py
+
+$(RAY)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,ray]'
 	touch $@
 
 lint: setup
@@ -68,4 +79,4 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(LOWEST) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis

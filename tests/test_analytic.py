@@ -366,10 +366,8 @@ def test_removing_a_solved_class_leaves_what_a_model_without_it_would_say() -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "touched", "heads"), [("c", ["d"], [1, 2]), ("d", [], [1, 2]), ("a", ["c", "d"], [1, 2, 3])]
-)
-def test_removing_leaves_what_the_sums_without_it_give(name: str, touched: list[str], heads: list[int]) -> None:
+@pytest.mark.parametrize(("name", "touched", "heads"), [("c", ["d"], 2), ("d", [], 2), ("a", ["c", "d"], 3)])
+def test_removing_leaves_what_the_sums_without_it_give(name: str, touched: list[str], heads: int) -> None:
     """Where classes were added beside others, too: the scores of those before it stay, to the last bit."""
     _, model, method = extended_twice(power=0.0)
     images = torch.randn(1, 3, 48, 32)
@@ -413,7 +411,7 @@ def test_the_command_removes_and_overwrites_nothing(tmp_path: Path, capsys: pyte
     assert "knows 1 classes: a" in said
     assert "may change" not in said
     assert main(["remove", str(file), "--classes", "a", "--out", str(tmp_path / "other.safetensors")]) == 0
-    assert "c: solved with or after it, so where it was they may change a little" in capsys.readouterr().out
+    assert "where a was found, c may change a little" in capsys.readouterr().out
     predictor = load(out)
     assert predictor.classes == ("background", "a")
     assert predictor.palette.tolist() == [[0, 0, 0], [1, 1, 1]]

@@ -14,7 +14,7 @@ import pytest
 from incseg.cli import main
 from incseg.cli.completion import script
 from incseg.cli.main import COMMANDS
-from incseg.data import SOURCES
+from incseg.data import AUTO, SOURCES
 from incseg.methods import METHODS
 from incseg.presets import PRESETS
 
@@ -56,13 +56,13 @@ def test_commands(bash: Complete) -> None:
     assert bash("incseg", "") == list(COMMANDS)
     assert bash("incseg", "--") == ["--help", "--version"]
     assert bash("incseg", "pre") == ["predict"]
-    assert bash("incseg", "data", "") == ["check", "export"]
+    assert bash("incseg", "data", "") == ["check", "convert", "export"]
 
 
 def test_choices(bash: Complete) -> None:
     assert bash("incseg", "train", "--method", "") == list(METHODS)
     assert bash("incseg", "train", "--preset", "") == list(PRESETS)
-    assert bash("incseg", "protocol", "--data", "") == list(SOURCES)
+    assert bash("incseg", "protocol", "--data", "") == [*SOURCES, AUTO]
     assert bash("incseg", "train", "--data", "=", "v") == ["voc"]
     assert bash("incseg", "train", "--reuse", "=") == ["true", "false"]
     assert bash("incseg", "predict", "run", "--backend", "o") == ["onnx"]
@@ -75,7 +75,8 @@ def test_flags(bash: Complete) -> None:
     assert "--no-check" in bash("incseg", "export", "run", "--")
     assert bash("incseg", "eval", "run", "--save", "--js") == ["--json"]
     assert bash("incseg", "train", "--help") == ["--help", "--help-all"]
-    assert bash("incseg", "sweep", "--work") == ["--workers"]
+    assert bash("incseg", "sweep", "--job") == ["--jobs"]
+    assert bash("incseg", "sweep", "--on", "s") == ["slurm"]
     assert bash("incseg", "sweep", "--method", "evi") == ["evidential"]
     assert "--train.lr" in bash("incseg", "extend", "run", "--train.")
     assert bash("incseg", "predict", "run", "--out", "") == ["bash"], "the file that is there"

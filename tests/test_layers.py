@@ -18,7 +18,7 @@ ROWS = (
     ("__main__",),
     ("api",),
     ("cli",),
-    ("demo", "export", "extension", "gallery", "score"),
+    ("demo", "export", "extension", "gallery", "score", "sweep"),
     ("run", "inference"),
     ("report",),
     ("config",),

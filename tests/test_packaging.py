@@ -36,7 +36,14 @@ def declared(section: str) -> set[str]:
 
 
 def test_imports_are_declared() -> None:
-    extras = declared("imagenet") | declared("tensorboard") | declared("timm") | declared("onnx")
+    extras = (
+        declared("imagenet")
+        | declared("tensorboard")
+        | declared("timm")
+        | declared("onnx")
+        | declared("ray")
+        | declared("slurm")
+    )
     imported = {DISTRIBUTIONS.get(name, name).lower() for name in imported_packages()}
     assert imported <= declared("dependencies") | extras
 

@@ -1,17 +1,14 @@
-"""Sweeps: what a command asks for, and a queue that many workers share, that loses nothing and does nothing twice.
+"""Sweeps: what a command asks for, and what holds for its runs: none is lost, none is made twice, none stops others.
 
 But for one real sweep the runs are a shell script that leaves what a run leaves, so that seconds are not spent on them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Callable
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,41 +16,27 @@ from typing import Any
 import pytest
 import yaml
 from small_runs import small_config
+from sweeps import FAKE, QUICK, jobs, told, until
 
 from incseg.cli import main
 from incseg.cli.main import parse
 from incseg.cli.sweep import plan
-from incseg.engine import workers as workers_module
-from incseg.engine.queue import Claim, Job, Queue, _claim_path
 from incseg.engine.rundir import RunDir
-from incseg.engine.workers import Workers, reason_of
-from incseg.run import add_jobs, job_of
+from incseg.io import read_json, write_json
+from incseg.sweep import attempt, local
+from incseg.sweep.attempt import Attempts, reason_of
+from incseg.sweep.folder import Sweep, Task
+from incseg.sweep.local import Local
+from incseg.sweep.on_ray import Made, Place, make_on_node, unpack
+from incseg.sweep.plan import add_jobs, job_of, make_runs
 from incseg.types import UserError
-
-QUICK = {
-    "preset": "shapes-quick", "task": "6-4,20-1", "data.train_size": 16, "data.val_size": 4, "train.epochs": 1,
-    "train.crop": 32, "eval.size": 32, "train.workers": 0, "eval.workers": 0, "threads": 1, "seed": 1,
-}  # fmt: skip
-FIGURES = {"base": 1.0, "new": 2.0, "all": 3.0, "inc": 4.0}
-# train --config FILE --out DIR: tells when it began and ended, and does what its configuration says
-FAKE = """
-mkdir -p "$4/steps/0"; name=$(basename "$4"); config="$2"
-trap 'echo "saved $name" >> "$4/../told"; exit 130' TERM
-echo "began $name" >> "$4/../told"
-grep -q "fails: true" "$config" && { echo "error: no such thing; give another"; exit 2; }
-grep -q "dies: true" "$config" && kill -9 $$
-while [ -e "$4/../hold" ]; do sleep 0.05; done
-touch "$4/steps/0/row.json"
-while [ -e "$4/../hold-later" ]; do sleep 0.05; done
-echo "ended $name" >> "$4/../told"
-echo '{"final": FIGURES, "seconds": 5}' > "$4/results.json"
-""".replace("FIGURES", json.dumps(FIGURES))
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers_module, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(workers_module, "_POLL_SECONDS", 0.02)
+    for module in (attempt, local):
+        monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -62,36 +45,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "sweep"
 
 
-def jobs(*names: str, base: str | None = None, **config: Any) -> list[Job]:
-    return [Job(name, {"threads": 1, **config}, base) for name in names]
+def states(root: Path) -> dict[str, str]:
+    return {job.name: Sweep(root).state(job) for job in Sweep(root).jobs()}
 
 
-def workers(root: Path, number: int = 1) -> Workers:
-    return Workers(root, number, lambda text: None, ("sh", "-c", FAKE))
-
-
-def told(root: Path) -> list[str]:
-    file = root / "told"
-    return file.read_text().splitlines() if file.exists() else []
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def claim_of_another(queue: Queue, name: str, host: str, pid: int) -> Path:
-    path = _claim_path(queue.folder(name), 0)
-    path.write_text(json.dumps({"host": host, "pid": pid, "worker": "worker 1", "since": 0}))
-    return path
-
-
-def dead_process() -> int:
-    child = subprocess.Popen(["true"])
-    child.wait()
-    return child.pid
+def made(root: Path, number: int = 1) -> dict[str, int]:
+    """Make all runs of a folder and return how many are in which state."""
+    return dict(make_runs(root, [], Local(number, FAKE), say=lambda text: None))
 
 
 # --- what a command asks for ---------------------------------------------------------------------------------
@@ -120,7 +80,7 @@ def test_other_settings_that_differ_are_in_the_name_and_values_with_commas_stay_
     assert all(job.config["train"]["scale"] == [0.5, 1.0] for job in found)
     assert {job.config["task"] for job in found} == {"circle,square/star"}
     assert all(job.config["reuse"] for job in found)
-    assert (args.workers, args.out) == (1, Path("x"))
+    assert args.out == Path("x")
 
 
 def test_a_file_gives_lists_and_several_blocks_and_flags_win(tmp_path: Path) -> None:
@@ -186,150 +146,170 @@ def test_runs_that_train_the_same_step_0_share_a_base() -> None:
     assert base(reuse=False) is None
 
 
-def test_slurm_script_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--out", "runs/table", "--workers", "8", "--seed", "1,2", "--train.scale", "[0.5, 1.0]"]
-    assert main(["sweep", *asked, "--print-slurm"]) == 0
-    script = capsys.readouterr().out
-    assert "#SBATCH --array=1-8\n" in script
-    assert "incseg sweep --out runs/table --seed 1,2 --train.scale '[0.5, 1.0]' --workers 1\n" in script
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert not Path("runs/table").exists()
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--jobs 0", "--jobs is 0; give at least 1"),
+        ("--on ray --gpus -1", "--gpus is -1.0; give at least 0"),
+        ("--dry-run --tflops nan", "--tflops is nan; give at least 1e-06"),
+        ("--gpus 1", "--gpus does nothing on this machine; allowed for this machine: --jobs"),
+        ("--on ray --jobs 2", "--jobs does nothing on ray; allowed for --on ray: --address, --cpus, --gpus"),
+        ("--on slurm --slurm gpu", "--slurm gpu has no value; write --slurm KEY=VALUE"),
+        ("--on kubernetes", "invalid choice: 'kubernetes'"),
+        ("make", "sweep make is what a sweep itself calls"),
+    ],
+)
+def test_flags_that_an_engine_does_not_have_are_refused(
+    argv: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *argv.split(), *([] if argv == "make" else ["--out", "nowhere"])]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("nowhere").exists()
 
 
-# --- the queue -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("engine", "package", "extra"), [("ray", "ray", "ray"), ("slurm", "submitit", "slurm")])
+def test_an_engine_that_is_not_installed_names_its_extra(
+    root: Path,
+    engine: str,
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    Sweep(root).add(jobs("a"))
+    assert main(["sweep", "--out", str(root), "--on", engine]) == 2
+    assert f"pip install 'incseg[{extra}]'" in capsys.readouterr().err
+
+
+# --- the runs ------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_made_once_in_order_and_failures_do_not_stop_the_rest(root: Path) -> None:
-    queue = Queue(root)
-    queue.add([*jobs("a"), *jobs("b", fails=True), *jobs("c", dies=True), *jobs("group/d")])
-    assert workers(root).work() == {"done": 2, "failed": 2}
+    sweep = Sweep(root)
+    sweep.add([*jobs("a"), *jobs("b", fails=True), *jobs("c", dies=True), *jobs("group/d")])
+    lines: list[str] = []
+    assert make_runs(root, [], Local(1, FAKE), lines.append) == {"done": 2, "failed": 2}
     assert told(root)[:4] == ["began a", "ended a", "began b", "began c"]
     assert (root / "group" / "d" / "results.json").exists()
-    by_name = {job.name: job for job in queue.jobs()}
-    assert queue.failure(by_name["b"]) == "no such thing; give another"
-    assert queue.failure(by_name["c"]) == "killed by SIGKILL (out of memory?)"
-    assert workers(root).work() == {"done": 2, "failed": 2}
+    by_name = {job.name: job for job in sweep.jobs()}
+    assert sweep.failure(by_name["b"]) == "no such thing; give another"
+    assert sweep.failure(by_name["c"]) == "killed by SIGKILL (out of memory?)"
+    assert f"b: failed: no such thing; give another (see {sweep.log('b')})" in lines
+    assert made(root) == {"done": 2, "failed": 2}
     assert told(root).count("began a") == told(root).count("began b") == 1
-    queue.retry_failed()
-    workers(root).work()
+    sweep.retry_failed()
+    made(root)
     assert told(root).count("began b") == 2
 
 
-def test_many_workers_make_no_run_twice(root: Path) -> None:
-    Queue(root).add(jobs(*(f"run{i}" for i in range(12))))
-    with ThreadPoolExecutor(3) as pool:  # three commands of two workers each
-        served = [pool.submit(workers(root, 2)._serve, number) for number in (0, 1, 0, 1, 0, 1)]
-        for one in served:
-            one.result()
-    assert sorted(told(root)) == sorted([f"{what} run{i}" for i in range(12) for what in ("began", "ended")])
+def test_several_commands_make_no_run_twice(root: Path) -> None:
+    """They choose the same runs at the same time, and the lock of the run folder decides."""
+    sweep = Sweep(root)
+    sweep.add(jobs(*(f"run{i}" for i in range(8))))
+    tasks = [sweep.tasks() for _ in range(3)]
 
+    def command(left: list[Task]) -> None:
+        Local(2).make_all(Attempts(sweep, program=FAKE), left, lambda text: None, lambda task, outcome: None)
 
-def test_only_one_of_many_gets_a_claim(root: Path) -> None:
-    Queue(root).add(jobs("a"))
-    together = threading.Barrier(8)
-
-    def grab(number: int) -> bool:
-        queue = Queue(root)
-        together.wait()
-        return queue.take(f"worker {number}") is not None
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(grab, range(8))) == 1
-
-
-def test_a_run_waits_for_the_base_it_shares(root: Path) -> None:
-    (root / "hold").touch()
-    (root / "hold-later").touch()
-    Queue(root).add([*jobs("first", "second", base="b"), *jobs("other", base="c")])
     with ThreadPoolExecutor(3) as pool:
-        served = [pool.submit(workers(root, 3)._serve, number) for number in range(3)]
-        until(lambda: {"began first", "began other"} <= set(told(root)))
-        assert "began second" not in told(root)
-        (root / "hold").unlink()  # step 0 is there, though the run goes on
-        until(lambda: "began second" in told(root))
-        assert "ended first" not in told(root)
-        (root / "hold-later").unlink()
-        for one in served:
-            one.result()
-    assert {job.name: Queue(root).state(job) for job in Queue(root).jobs()} == dict.fromkeys(
-        ("first", "second", "other"), "done"
-    )
+        list(pool.map(command, tasks))
+    assert sorted(told(root)) == sorted([f"{what} run{i}" for i in range(8) for what in ("began", "ended")])
+
+
+def test_a_shared_base_is_trained_first_by_one(root: Path) -> None:
+    Sweep(root).add([*jobs("first", "second", base="b"), *jobs("other", base="c")])
+    (root / "hold").touch()
+    with ThreadPoolExecutor(1) as pool:
+        until_both_wait = pool.submit(
+            lambda: (until(lambda: {"began first--base", "began other"} <= set(told(root))), (root / "hold").unlink())
+        )
+        assert made(root, 3) == {"done": 3}
+        until_both_wait.result()
+    at = told(root).index
+    assert at("began first--base") < at("ended first--base") < min(at("began first"), at("began second"))
+    assert at("began other") < at("ended first--base"), "what does not share it does not wait"
+    assert told(root).count("began first--base") == 1
+    assert "began other--base" not in told(root), "nobody shares it"
 
 
 def test_where_the_base_fails_the_next_run_trains_it(root: Path) -> None:
-    Queue(root).add([*jobs("first", base="b", fails=True), *jobs("second", base="b")])
-    assert workers(root, 2).work() == {"failed": 1, "done": 1}
+    Sweep(root).add([*jobs("first", base="b", fails=True), *jobs("second", "third", base="b")])
+    assert made(root, 2) == {"failed": 1, "done": 2}
+    assert told(root)[:3] == ["began first--base", "began second--base", "ended second--base"]
 
 
-def test_the_claim_of_a_dead_process_is_taken_over(root: Path) -> None:
-    queue = Queue(root)
-    queue.add(jobs("a"))
-    claim_of_another(queue, "a", os.uname().nodename, dead_process())
-    assert queue.state(queue.jobs()[0]) == "waiting"
-    assert workers(root).work() == {"done": 1}
-
-
-def test_the_claim_of_another_machine_is_left_alone_until_it_is_touched_no_more(root: Path) -> None:
-    queue = Queue(root, stale_seconds=0.3)
-    queue.add(jobs("a"))
-    job = queue.jobs()[0]
-    path = claim_of_another(queue, "a", "elsewhere", 1)
-    os.utime(path, (0, 0))  # its clock may say what it likes
-    assert queue.state(job) == "running"
-    assert queue.take("me") is None
-    assert not queue.is_settled(), "it may be dead: we cannot leave yet"
-    for moment in range(3):
-        time.sleep(0.15)
-        os.utime(path, (moment, moment))
-        assert queue.take("me") is None
-    assert queue.is_settled()
-    until(lambda: queue.state(job) == "waiting")
-    held = queue.take("me")
-    assert held is not None
-    assert held.claim.path.name == "claim-1.json"
-    assert not Claim(path, "elsewhere", 1, "worker 1", 0).touch(), "the first owner learns that it has lost the run"
-    assert held.touch()
-
-
-def test_a_run_that_was_started_by_hand_is_not_started_again(root: Path) -> None:
-    queue = Queue(root)
-    queue.add(jobs("a"))
+def test_a_run_that_was_started_by_hand_is_left_alone_and_waited_for(root: Path) -> None:
+    sweep = Sweep(root)
+    sweep.add(jobs("a", "b"))
     run = RunDir(root / "a")
     run.lock()
-    assert queue.state(queue.jobs()[0]) == "running"
-    assert queue.take("me") is None
-    assert f"process {os.getpid()}" in (queue.worker(queue.jobs()[0]) or "")
-    run.close()
-    assert queue.take("me") is not None
+    assert states(root) == {"a": "running", "b": "waiting"}
+    assert f"process {os.getpid()}" in (sweep.worker(sweep.jobs()[0]) or "")
+
+    def finish() -> None:
+        until(lambda: "ended b" in told(root))
+        write_json(run.results, {"final": {}, "seconds": 1.0})
+        run.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        by_hand = pool.submit(finish)
+        engine = Local(1, FAKE)
+        engine.work(sweep, sweep.tasks(), lambda text: None, lambda task, outcome: None)
+        by_hand.result()
+    assert told(root) == ["began b", "ended b"]
 
 
 def test_ctrl_c_lets_runs_save_and_the_same_command_goes_on(root: Path) -> None:
     (root / "hold").touch()
-    Queue(root).add(jobs("a", "b"))
-    made = workers(root, 1)
+    Sweep(root).add(jobs("a", "b"))
     with ThreadPoolExecutor(1) as pool:
         interrupt = pool.submit(lambda: (until(lambda: "began a" in told(root)), os.kill(os.getpid(), signal.SIGINT)))
         with pytest.raises(KeyboardInterrupt):
-            made.work()
+            made(root)
         interrupt.result()
     assert told(root) == ["began a", "saved a"]
-    assert [Queue(root).state(job) for job in Queue(root).jobs()] == ["waiting", "waiting"]
+    assert states(root) == {"a": "waiting", "b": "waiting"}
     (root / "hold").unlink()
-    assert workers(root).work() == {"done": 2}
+    assert made(root) == {"done": 2}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_a_killed_command_leaves_no_run_behind_and_is_repeated(root: Path) -> None:
+    """kill -9: its runs are asked to end, as by Ctrl-C, and the same command makes them again."""
+    Sweep(root).add(jobs("a"))
+    (root / "hold").touch()
+    run = (
+        "import os, sys; from incseg.sweep.attempt import end_with_parent; end_with_parent(); "
+        "os.execvp('sh', sys.argv[1:])"
+    )
+    script = (
+        "import sys; from pathlib import Path; from incseg.sweep.attempt import Attempts; "
+        "from incseg.sweep.folder import Sweep; sweep = Sweep(Path(sys.argv[1])); "
+        "Attempts(sweep, program=sys.argv[2:]).perform(sweep.tasks()[0])"
+    )
+    command = subprocess.Popen([sys.executable, "-c", script, str(root), sys.executable, "-c", run, *FAKE])
+    until(lambda: "began a" in told(root))
+    command.kill()
+    command.wait()
+    until(lambda: told(root) == ["began a", "saved a"])
+    (root / "hold").unlink()
+    until(lambda: states(root) == {"a": "waiting"})
+    assert made(root) == {"done": 1}
 
 
 def test_other_settings_under_the_same_name_are_refused(root: Path) -> None:
-    queue = Queue(root)
+    sweep = Sweep(root)
     method = {"name": "mib"}
-    add_jobs(queue, jobs("a", seed=1, method=method))
-    add_jobs(queue, jobs("a", seed=1, method=method, threads=4))  # changes nothing in the result
-    with pytest.raises(UserError, match=r"a is in the queue with other settings \(seed was 1, now 2\)"):
-        add_jobs(queue, jobs("a", seed=2, method=method))
+    add_jobs(sweep, jobs("a", seed=1, method=method))
+    add_jobs(sweep, jobs("a", seed=1, method=method, threads=4))  # changes nothing in the result
+    with pytest.raises(UserError, match=r"a is in the sweep with other settings \(seed was 1, now 2\)"):
+        add_jobs(sweep, jobs("a", seed=2, method=method))
     run = RunDir(root / "b")
     run.write_config({"seed": 5, "method": method})
     run.checkpoint.touch()
     with pytest.raises(UserError, match=r"holds a run with other settings \(seed was 5, now 1\)"):
-        add_jobs(queue, jobs("b", seed=1, method=method))
+        add_jobs(sweep, jobs("b", seed=1, method=method))
 
 
 def test_why_a_run_failed() -> None:
@@ -344,33 +324,37 @@ def test_cores_and_gpus_are_shared_out(root: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    shared = [Workers(root, 3)._environment(None, number) for number in range(3)]
+    (job,), (threaded,) = jobs("a", threads=None), jobs("b", threads=5)
+    shared = [Local(3).environment(job, slot) for slot in range(3)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in shared] == ["4", "6", "4"]
     assert {each["OMP_NUM_THREADS"] for each in shared} == {"2"}
-    alone = Workers(root, 1)._environment(5, 0)
-    assert (alone["CUDA_VISIBLE_DEVICES"], alone["OMP_NUM_THREADS"]) == ("4,6", "5")
+    assert Local(1).environment(threaded, 0) == {"OMP_NUM_THREADS": "5"}
 
 
 # --- the command ---------------------------------------------------------------------------------------------
 
 
 def test_a_real_sweep(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run, one that cannot work, and the table of them."""
+    """Two runs with one base, one that cannot work, and the table of them."""
     flags = [f"--{key}={value}" for key, value in QUICK.items()]
-    assert main(["sweep", "--out", str(root), "--method", "finetune", *flags]) == 1
+    assert main(["sweep", "--out", str(root), "--method", "finetune,mib", "--task", "6-4,20-1", *flags]) == 1
     shown = capsys.readouterr()
-    assert "shapes-6-4-overlapped-finetune-s1: done in" in shown.out
-    assert "2 runs: 1 done, 1 failed" in shown.out
+    assert "shapes-6-4-overlapped-finetune-s1: step 0 is trained, for 2 runs" in shown.out
+    assert "shapes-6-4-overlapped-mib-s1: done in" in shown.out
+    assert "4 runs: 2 done, 2 failed" in shown.out
     assert "--retry" in shown.err
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["sweep", "status", str(root)]) == 0
     table = capsys.readouterr().out
     assert "Base" in next(line for line in table.splitlines() if "shapes-6-4" in line)
     assert "20-1" in next(line for line in table.splitlines() if "failed" in line)
-    assert RunDir(root / "shapes-6-4-overlapped-finetune-s1").steps_done() == [0, 1]
+    first, second = (RunDir(root / f"shapes-6-4-overlapped-{method}-s1") for method in ("finetune", "mib"))
+    assert first.steps_done() == second.steps_done() == [0, 1]
+    reused = [read_json(run.row(0))["reused_from"] for run in (first, second)]
+    assert reused == [None, str(first.root)]
 
 
-def test_status_tells_who_is_at_work_and_nothing_is_no_sweep(
+def test_status_shows_who_is_at_work_and_nothing_is_no_sweep(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -378,13 +362,43 @@ def test_status_tells_who_is_at_work_and_nothing_is_no_sweep(
     assert "holds no sweep" in capsys.readouterr().err
     assert main(["sweep", "--out", str(root)]) == 2
     assert "has no runs to resume" in capsys.readouterr().err
-    queue = Queue(root)
-    queue.add(jobs("a", "b"))
-    held = queue.take("worker 3")
-    assert held is not None
-    queue.log("a").write_text("step 1/5  120/400  ETA 0:01:00\n")
+    sweep = Sweep(root)
+    sweep.add(jobs("a", "b"))
+    run = RunDir(root / "a")
+    run.lock()
+    sweep.log("a").write_text("step 1/5  120/400  ETA 0:01:00\n")
     assert main(["sweep", "status", str(root)]) == 0
+    run.close()
     shown = capsys.readouterr().out
-    assert f"worker 3, process {os.getpid()} on" in shown
+    assert f"process {os.getpid()} on" in shown
     assert "step 1/5  120/400" in shown
     assert "2 runs: 1 running, 1 waiting" in shown
+
+
+def test_a_node_without_the_shared_disk_sends_its_run_back(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes, each with a disk of its own: the base that one trains reaches the other, and the runs come home."""
+    flags = [f"--{key}={value}" for key, value in QUICK.items()]
+    wanted = plan(parse("sweep", ["--out", str(root), "--method", "finetune,mib", "--task", "6-4", *flags]))
+    sweep = Sweep(root)
+    sweep.add(wanted)
+    base, first, second = sweep.tasks()
+
+    def on_node(name: str, task: Task, before: Made | None = None) -> Made:
+        cache = str(tmp_path / name)
+        monkeypatch.setenv("INCSEG_CACHE", cache)
+        variables = {"INCSEG_CACHE": cache}
+        return make_on_node(Place(Path("/nowhere/to/be/seen"), "token", Path("/nowhere"), variables), task, before)
+
+    trained = on_node("one", base)
+    assert trained.outcome == "done"
+    for made in (on_node("two", first, trained), on_node("one", second, trained)):
+        assert made.outcome == "done"
+        assert made.files is not None
+        unpack(made.files, root)
+    assert sweep.states() == {"done": 2}
+    reused = [read_json(sweep.step_0(job.name))["reused_from"] for job in wanted]
+    assert all(origin.startswith(str(tmp_path / "one")) for origin in reused if origin)
+    assert reused[0] is not None, "it was made on the node that had not trained the base"
+    assert all(sweep.run(job.name).model(1).exists() and sweep.log(job.name).exists() for job in wanted)

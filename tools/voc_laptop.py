@@ -2,10 +2,10 @@
 
 The method of the paper comes first, then the other methods, then `analytic`.
 
-The runs go into the queue of `incseg sweep`: finished runs are skipped, interrupted ones resume, a base step is trained
-once, and `incseg sweep status` shows the progress. By default two runs with one thread each work at a time, which is
-faster on two shared cores than one run with two threads. `make results` adds finished runs to results/ and writes the
-tables; --missing leaves out runs that results/ has.
+The runs are a list for `incseg sweep`: finished runs are skipped, interrupted ones resume, a base step is trained once,
+and `incseg sweep status` shows the progress. By default two runs with one thread each work at a time, which is faster
+on two shared cores than one run with two threads. `make results` adds finished runs to results/ and writes the tables;
+--missing leaves out runs that results/ has.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any
 
 from incseg.cli.settings import parse_run
 from incseg.config import require_same_settings, usual_settings
-from incseg.engine.queue import Queue
 from incseg.engine.rundir import RunDir, flatten
-from incseg.engine.workers import Workers
 from incseg.report.runs import optional_settings, read_runs
-from incseg.run import add_jobs, job_of
+from incseg.sweep.local import Local
+from incseg.sweep.plan import job_of, make_runs
 from incseg.types import UserError
 
 SEEDS = (42, 1337, 2001)
@@ -201,10 +200,7 @@ def retest(folder: Path, root: str, threads: int) -> None:
 
 
 def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> list[str]:
-    """Add the runs that are not finished to the queue of `out`, and work on them in this order.
-
-    Return the names of those that did not finish: they failed with a message, or are in progress elsewhere.
-    """
+    """Make the runs that are not finished, in this order, and return the names of those that failed."""
     common = ["--preset", "voc-laptop", "--data", "voc", "--root", root, "--threads", str(threads)]
     jobs = []
     for one in runs:
@@ -217,8 +213,7 @@ def learn(runs: list[Run], root: str, out: Path, workers: int, threads: int) -> 
         except UserError as error:
             print(f"{one.name}: not run, {error}")
     if jobs:
-        add_jobs(Queue(out), jobs)
-        Workers(out, workers, only=[job.name for job in jobs]).work()
+        make_runs(out, jobs, Local(workers))
     return [job.name for job in jobs if not RunDir(out / job.name).results.exists()]
 
 

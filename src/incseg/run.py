@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,8 @@ import incseg
 from incseg.config import (
     DataConfig,
     RunConfig,
-    base_key,
-    differing_settings,
     load_run_config,
     open_run,
-    require_same_settings,
     training_recipe,
 )
 from incseg.data import build_source
@@ -33,7 +30,6 @@ from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.forgetting import measure_forgetting
 from incseg.engine.progress import counting, log, log_file, log_rows, showing
-from incseg.engine.queue import Job, Queue
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything, started
 from incseg.engine.step_cache import StepCache
@@ -290,8 +286,11 @@ def _workers(number: int | None, source: Source, runtime: Runtime) -> int:
     return source.default_workers(runtime.world) if number is None else number
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run an experiment, or resume it, and return the content of results.json."""
+def train(config: RunConfig, only_step_0: bool = False) -> dict[str, Any]:
+    """Run an experiment, or resume it, and return the content of results.json.
+
+    only_step_0: stop after step 0, return nothing, and leave the rest to a later call.
+    """
     with (
         showing(),
         started(config.device, config.precision, config.threads) as runtime,
@@ -321,8 +320,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         board = TensorBoard(folder.tensorboard if runtime.is_main else None)
         trainer = _trainer(config, setup, method, model, loaders, runtime, folder, board)
         with contextlib.closing(board):
-            results = trainer.run()
-        if setup.warm_start is not None and runtime.is_main:
+            results = trainer.run(only_step_0)
+        if results and setup.warm_start is not None and runtime.is_main:
             improved = setup.warm_start.file if setup.warm_start.improved else None
             last = setup.protocol.steps[-1]
             measure_forgetting(folder, last, loaders, config.method, config.eval, runtime, improved)
@@ -389,24 +388,6 @@ def _recipe(
     if config.train.frozen_later == "model":  # new classes use images of the test's size, maybe to calibrate
         later["test"] = [config.eval.size, setup.source.fingerprint(setup.test_split), setup.test_images]
     return lambda step: {**fixed, **(later if step else {}), **training_recipe(config, method, step)}
-
-
-def job_of(config: RunConfig, name: str) -> Job:
-    """Return a run as a job of a queue, with `name` for its folder in the queue."""
-    return Job(name, {key: value for key, value in config.as_dict().items() if key != "out"}, base_key(config))
-
-
-def add_jobs(queue: Queue, jobs: Iterable[Job]) -> None:
-    """Add runs to a queue. A job of the same name that is in the queue already must have the same settings."""
-    jobs, queued = list(jobs), {job.name: job.config for job in queue.jobs()}
-    for job in jobs:
-        require_same_settings(queue.run(job.name), job.config)
-        if job.name in queued and (differing := differing_settings(queued[job.name], job.config)):
-            raise UserError(
-                f"{job.name} is in the queue with other settings ({differing}); choose another --out, or delete "
-                f"{queue.folder(job.name)}"
-            )
-    queue.add(jobs)
 
 
 def evaluate(

@@ -99,15 +99,15 @@ def _values(kind: Any) -> Sequence[str] | None:
 
 def _names() -> dict[str, Sequence[str]]:
     """Return the values of flags whose parsers take any text."""
-    from incseg.data import SOURCES
+    from incseg.data import AUTO, SOURCES
     from incseg.methods import METHODS
     from incseg.models.backbones import BACKBONES
     from incseg.presets import PRESETS
     from incseg.protocol import ORDERS, RULES, SETTINGS, TASKS
 
     return {
-        "--data": list(SOURCES),
-        "--data.name": list(SOURCES),
+        "--data": [*SOURCES, AUTO],
+        "--data.name": [*SOURCES, AUTO],
         "--method": list(METHODS),
         "--method.name": list(METHODS),
         "--preset": list(PRESETS),

@@ -1,4 +1,4 @@
-"""`incseg data`: check a whole dataset, or export one as a folder of images and masks."""
+"""`incseg data`: check a whole dataset, or write it in another format."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from incseg.data import build_source
 from incseg.data.check import Report, check, grouped, values_line
+from incseg.data.convert import FOLDER, FORMATS, TOLERANCE_HELP, convert, require_tolerance
 from incseg.data.files import FileSource
 from incseg.data.folder import export
 from incseg.data.presence import Progress as Callback
@@ -21,12 +22,15 @@ from incseg.data.source import SPLITS, Source
 from incseg.io import require_file_name
 from incseg.types import BACKGROUND, IGNORE, UserError
 
-HELP = "check: walk a dataset and list every fault; export: write one as a folder of images and masks"
+HELP = "check: walk a dataset and list every fault; convert: write it in another format; export: as a folder"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check", "export"], help="what to do")
-    parser.add_argument("--data", required=True, metavar="NAME", help="voc, ade20k, folder or shapes")
+    parser.add_argument("action", choices=["check", "convert", "export"], help="what to do")
+    parser.add_argument(
+        "--data", required=True, metavar="NAME",
+        help="folder, coco, labelme, yolo, cvat, labelstudio, auto (which of them it is), voc, ade20k or shapes",
+    )  # fmt: skip
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder of the dataset")
     parser.add_argument("--all", action="store_true", help="check: list every file with a fault, not one line a kind")
     parser.add_argument(
@@ -34,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check: where to write the contact sheet, a PNG of some photographs with their masks (default: "
         "NAME-sheet.png, for the dataset's folder NAME); none for none",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help="export: the folder to write")
-    parser.add_argument("--split", choices=SPLITS, help="export: train or val (default: both)")
-    parser.add_argument("--limit", type=int, metavar="N", help="export: the first N images of a split (default: all)")
+    parser.add_argument("--to", choices=FORMATS, help="convert: the format to write")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="convert, export: the folder to write")
+    parser.add_argument("--split", choices=SPLITS, help="convert, export: train or val (default: both)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="convert, export: the first N images of a split (default: all)"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="PIXELS", help=f"convert: {TOLERANCE_HELP}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        if args.action == "export":
-            return _export(args, source, console, progress)
+        if args.action != "check":
+            return _write(args, source, console, progress)
         sheet = _sheet_file(args)
         report = check(source, progress=progress)
         if not any(pixels.sizes.any() for pixels in report.pixels.values()):
@@ -62,14 +70,21 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _export(args: argparse.Namespace, source: Source, console: Console, progress: Callback) -> int:
+def _write(args: argparse.Namespace, source: Source, console: Console, progress: Callback) -> int:
     if args.out is None:
-        raise UserError("export needs a folder to write; give --out DIR")
+        raise UserError(f"{args.action} needs a folder to write; give --out DIR")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit is {args.limit}; give a number of images from 1")
+    if args.action == "convert" and args.to is None:
+        raise UserError(f"convert needs the format to write; give --to, one of {', '.join(FORMATS)}")
+    require_tolerance(args.tolerance)
     splits = [args.split] if args.split else SPLITS
-    written = export(source, args.out, splits, args.limit, progress)
-    where = f"{written} images with masks in {args.out}; use them with --data folder --root {args.out}"
+    if args.action == "export":
+        to, written = FOLDER, export(source, args.out, splits, args.limit, progress)
+    else:
+        to, written = args.to, convert(source, args.to, args.out, splits, args.limit, args.tolerance, progress)
+    what = "masks" if to == FOLDER else "labels"
+    where = f"{written} images with {what} in {args.out}; use them with --data {to} --root {args.out}"
     _print(console, where)
     return 0
 

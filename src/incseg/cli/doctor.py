@@ -24,6 +24,8 @@ _EXTRAS = {
     "tensorboard": ("tensorboard",),
     "timm": ("timm",),
     "onnx": ("onnx", "onnxruntime"),
+    "ray": ("ray",),
+    "slurm": ("submitit",),
 }
 """Optional extras of incseg and their packages."""
 _REQUIRED = (

@@ -24,7 +24,9 @@ PASS_UNKNOWN = tuple(f"--{name}" for name in SETTINGS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser, "model")
-    parser.add_argument("--data", default="folder", metavar="NAME", help="kind of dataset (default: folder)")
+    parser.add_argument(
+        "--data", default="folder", metavar="NAME", help="kind of dataset, auto to find out (default: folder)"
+    )
     parser.add_argument("--root", metavar="DIR", help="folder of the dataset: images/, masks/, classes.txt")
     parser.add_argument(
         "--classes", metavar="NAMES", help='for example "helmet,vest" (default: all that the model does not know)'

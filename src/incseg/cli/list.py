@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from incseg.data import SOURCES
+from incseg.data import AUTO, SOURCES
 from incseg.methods import METHODS
 from incseg.models.backbones import BACKBONES
 from incseg.presets import PRESETS, default_preset
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for name, kind in SOURCES.items():
         tasks = ", ".join(TASKS.get(name, ())) or "any A-B, joint, or own groups"
         table.add_row("dataset", name, f"{_first_line(kind)} Tasks: {tasks}")
+    table.add_row("dataset", AUTO, "The one of these that a folder of your own labels is.")
     table.add_row("dataset", "package.module:Class", "Your own: see CONTRIBUTING.md.")
     for name, method in METHODS.items():
         table.add_row("method", name, _first_line(sys.modules[method.__module__]))

@@ -1,4 +1,4 @@
-"""`incseg predict`: masks, uncertainty and overlays of images, from a trained model."""
+"""`incseg predict`: masks, uncertainty and overlays of images, or labels to correct, from a trained model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import contextlib
 import glob
 import os
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from incseg.cli.main import is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
+from incseg.data.convert import TOLERANCE_HELP, WRITERS, require_tolerance
 from incseg.data.files import FileError, image_size
 from incseg.data.folder import unreadable_note
+from incseg.data.source import voc_palette
+from incseg.data.writing import require_new
 from incseg.export import with_onnx
 from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, distinct_name, images_among, load, open_image
 from incseg.io import write_json
@@ -33,6 +40,11 @@ _AHEAD = 2
 """Images that are read before the network asks for them, and results that wait to be written: they bound the memory."""
 _LARGE = 32_000_000
 """Pixels of an image from which on one at a time is in memory."""
+_PRE_ANNOTATIONS = ("coco", "labelme", "yolo")
+_PREDICTED = "predicted"
+"""Key of the file that holds predicted labels until images are ranked."""
+_FAST = 1
+"""Compression of these files."""
 _Made = TypeVar("_Made")
 
 
@@ -58,6 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--probabilities", action="store_true", help="also NAME_probabilities.npy, float16 (C+1, H, W)")
+    parser.add_argument(
+        "--format", choices=["png", *_PRE_ANNOTATIONS], default="png",
+        help="png, or the labels of a labelling tool, to be corrected there: images with labels in a new folder, the "
+        "most uncertain first (default: png)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top", type=int, metavar="N", help="with --format coco, labelme or yolo: only the N most uncertain images"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="PIXELS", help=f"with these: {TOLERANCE_HELP}")
     parser.epilog = (
         "Writes NAME_mask.png (indexed, the dataset's class ids), NAME_uncertainty.png (viridis, index = 255 u) and "
         "NAME_overlay.png for each image, and predictions.json with the classes and what came of which file. "
@@ -68,12 +89,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_method_options(args)
     files = find_images(args.images, args.out)
+    as_labels = _labels_wanted(args)
     predictor = _predictor(args)
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    outcomes = _predict_all(predictor, files, args)
-    done = [outcome for outcome in outcomes if "error" not in outcome]
-    skipped = [outcome for outcome in outcomes if "error" in outcome]
+    with _place_of_results(args, as_labels) as place:
+        is_background = not predictor.method.background_output
+        write = partial(_keep if as_labels else _write, is_background=is_background)
+        outcomes = _predict_all(predictor, files, args, write, place)
+        done = [outcome for outcome in outcomes if "error" not in outcome]
+        skipped = [outcome for outcome in outcomes if "error" in outcome]
+        if as_labels:
+            of_file = zip(files, outcomes, strict=True)
+            done = _write_labels(predictor, [pair for pair in of_file if "error" not in pair[1]], args)
     write_json(args.out / "predictions.json", {**_about(predictor), "images": done, "skipped": skipped})
     seconds = time.monotonic() - began
     rate = f" ({len(done) / seconds:.1f} img/s)" if done else ""
@@ -94,7 +122,73 @@ def _predictor(args: argparse.Namespace) -> Predictor:
     return with_onnx(predictor, args.threads) if converted else predictor
 
 
-def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Namespace) -> list[dict[str, Any]]:
+def _labels_wanted(args: argparse.Namespace) -> bool:
+    """Return whether labels to be corrected are asked for; options that do not fit are refused."""
+    if args.format == "png":
+        if args.top is not None or args.tolerance:
+            name = "--top" if args.top is not None else "--tolerance"
+            raise UserError(f"{name} is for labels to be corrected; add --format, {', '.join(_PRE_ANNOTATIONS)}")
+        return False
+    if args.probabilities:
+        raise UserError("--probabilities are written with --format png alone; leave one of them out")
+    if args.top is not None and args.top < 1:
+        raise UserError(f"--top is {args.top}; give a number of images from 1")
+    require_tolerance(args.tolerance)
+    require_new(args.out)
+    return True
+
+
+@contextlib.contextmanager
+def _place_of_results(args: argparse.Namespace, as_labels: bool) -> Iterator[Path]:
+    """Give the folder that results are written to; labels wait elsewhere until all images are ranked."""
+    if not as_labels:
+        yield args.out
+        return
+    with tempfile.TemporaryDirectory(prefix=".incseg-", dir=args.out.parent) as folder:
+        yield Path(folder)
+
+
+def _keep(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
+    kept = folder / f"{name}.png"
+    Image.fromarray(result.labels).save(kept, compress_level=_FAST)
+    return {**_summary(result, name, is_background), _PREDICTED: kept}
+
+
+def _summary(result: Result, name: str, is_background: bool) -> dict[str, Any]:
+    uncertain = image_uncertainty(result.uncertainty, is_background)
+    return {"name": _readable(name), "classes": result.shares, "uncertainty": uncertain}
+
+
+def image_uncertainty(uncertainty: np.ndarray, is_background: bool) -> float:
+    """Return how uncertain a prediction is as a whole, from 0 to 1: the mean over its pixels.
+
+    is_background: the uncertainty of a pixel is its probability of background, which is sure of itself near 0 and
+                   near 1. Else an image without any object would rank first.
+    """
+    pixels = 1 - np.abs(2 * uncertainty - 1) if is_background else uncertainty
+    return round(float(pixels.mean(dtype=np.float64)), 6)
+
+
+def _write_labels(
+    predictor: Predictor, done: list[tuple[Path, dict[str, Any]]], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Write images with their labels, the most uncertain first, and return what was written in that order."""
+    done.sort(key=lambda one: -one[1]["uncertainty"])
+    palette = voc_palette()
+    palette[: len(predictor.palette)] = predictor.palette
+    written = []
+    with WRITERS[args.format](args.out, predictor.classes[1:], palette, args.tolerance) as writer:
+        for file, outcome in done[: args.top]:
+            with Image.open(outcome.pop(_PREDICTED)) as labels:
+                writer.add(outcome["name"], file, np.asarray(labels))
+            written.append(outcome)
+    return written
+
+
+def _predict_all(
+    predictor: Predictor, files: Sequence[Path], args: argparse.Namespace,
+    write: Callable[[Result, Path, str], dict[str, Any]], place: Path,
+) -> list[dict[str, Any]]:  # fmt: skip
     """What came of each file, in their order. The network computes here, while other threads read and write: Pillow
     lets go of Python's lock while it decodes and encodes."""
     outcomes: list[dict[str, Any]] = [{"file": _readable(file)} for file in files]
@@ -114,8 +208,7 @@ def _predict_all(predictor: Predictor, files: Sequence[Path], args: argparse.Nam
             with _faults_of(files[index], outcomes[index]):
                 result = predictor.predict(image.result(), args.size, args.tile, args.probabilities)
                 del image
-                write = writers.submit(_write, result, args.out, names[index])
-                writing.append((index, write))
+                writing.append((index, writers.submit(write, result, place, names[index])))
                 del result
             while len(writing) > most_waiting:
                 finish(*writing.popleft())
@@ -161,10 +254,10 @@ def _faults_of(file: Path, outcome: dict[str, Any]) -> Iterator[None]:
     print(f"skipped: {outcome['error']}", file=sys.stderr)
 
 
-def _write(result: Result, folder: Path, name: str) -> dict[str, Any]:
+def _write(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
     result.name = name
     result.save(folder)
-    return {"name": _readable(name), "classes": result.shares}
+    return _summary(result, name, is_background)
 
 
 def find_images(given: Iterable[str], out: Path) -> list[Path]:

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     left = [name for increment in model.increments for name in increment.classes]
     print(f"{args.out} knows {len(left)} classes: {', '.join(left)}")
     if near := [name for name in left if name in touched]:
-        print(f"{', '.join(near)}: solved with or after it, so where it was they may change a little; all else stays")
+        gone = ", ".join(dict.fromkeys(names))
+        print(f"where {gone} was found, {', '.join(near)} may change a little; all else stays as it is")
     print(f"next: incseg predict {args.out} IMAGE… --out DIR")
     return 0

@@ -1,11 +1,10 @@
-"""`incseg sweep`: all combinations of some settings, in a queue on disk that several workers share."""
+"""`incseg sweep`: all combinations of some settings, on this machine, a Ray cluster or SLURM."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from incseg.cli.settings import lengthen, parse_run
-from incseg.engine.progress import figures_line
-from incseg.engine.queue import Job, Queue, State
-from incseg.engine.rundir import flatten
-from incseg.engine.workers import Workers
+from incseg.engine.progress import figures_line, showing
+from incseg.engine.rundir import InUse, flatten
 from incseg.io import read_json, read_yaml
-from incseg.run import add_jobs, job_of
+from incseg.run import train
+from incseg.sweep.attempt import IN_USE, end_with_parent
+from incseg.sweep.cost import estimate
+from incseg.sweep.folder import Job, State, Sweep
+from incseg.sweep.local import Local
+from incseg.sweep.on_ray import Ray
+from incseg.sweep.on_slurm import Slurm
+from incseg.sweep.plan import Engine, job_of, make_runs
 from incseg.types import UserError
 
 HELP = "train every combination of methods, tasks, seeds and other settings; sweep status DIR shows the progress"
@@ -35,56 +39,112 @@ _STYLES = {"done": "green", "running": "bold", "waiting": "dim", "failed": "red"
 _DESCRIPTION = """Train every combination of the given values, each run in its own folder under --out.
 
 Every setting of incseg train takes several values, separated by commas: --method evidential,mib
---task 15-5,15-1 --setting overlapped,disjoint --seed 42,1337 --train.lr_later 0.01,0.02. Values in
-brackets, tasks of class names (cat,dog/bird) and names of files are not split. A step that several
-runs share is trained once; --reuse false trains it in every run.
+--task 15-5,15-1 --seed 42,1337 --train.lr_later 0.01,0.02. Values in brackets, tasks of class names
+(cat,dog/bird) and names of files are not split. A step that several runs share is trained once,
+before them; --reuse false trains it in every run.
 
-Repeat the command to resume after an interruption. Start it a second time, here or on a machine
-that shares the disk, to add workers. With --out alone it resumes the runs in that folder.
-incseg sweep status DIR prints a table of all runs and their progress."""
+Repeat the command to resume after an interruption. With --out alone it resumes the runs in that
+folder. incseg sweep status DIR prints a table of all runs and their progress."""
 
 
 def run(args: argparse.Namespace) -> int:
     if args.unknown[:1] == ["status"]:
         return _status(args.unknown[1:])
+    if args.unknown[:1] == ["make"]:
+        return _make(args.unknown[1:])
+    _require_numbers(args)
     jobs = plan(args)
     if args.list:
         print("\n".join(job.name for job in jobs))
         return 0
-    if args.print_slurm:
-        print(slurm_script(args), end="")
+    if args.dry_run:
+        rate = None if args.tflops is None else args.tflops * 1e12
+        with showing():
+            print("\n".join(estimate(Sweep(args.out), jobs, args.jobs or 1, rate)))
         return 0
-    queue = Queue(args.out)
-    add_jobs(queue, jobs)
-    if not queue.jobs():
+    engine, sweep = engine_of(args), Sweep(args.out)
+    if not jobs and not sweep.jobs():
         raise UserError(f"{args.out} has no runs to resume; describe some, such as --method evidential,mib --task 6-2")
     if args.retry:
-        queue.retry_failed()
+        sweep.retry_failed()
     try:
-        states = Workers(args.out, args.workers).work()
+        states = make_runs(args.out, jobs, engine)
     except KeyboardInterrupt:
         print("stopped; repeat the command to resume", file=sys.stderr)
         return 130
     print(f"{in_words(states)}; incseg sweep status {args.out} shows them")
     if states["failed"]:
         print("--retry starts failed runs again", file=sys.stderr)
-    return 1 if states["failed"] else 0
+    return 1 if states["failed"] or (states["waiting"] and args.on != "slurm") else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "incseg sweep --out DIR [--workers N] [--KEY VALUE[,VALUE…] …]\n       incseg sweep status DIR"
+    parser.usage = "incseg sweep --out DIR [--jobs N] [--KEY VALUE[,VALUE…] …]\n       incseg sweep status DIR"
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs and their queue (required)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (required)")
+    parser.add_argument("--jobs", "--workers", type=int, metavar="N", help="runs at a time (default: 1; on SLURM, all)")
     parser.add_argument(
         "--spec", metavar="FILE", help="YAML file of settings, with a list for several values; or a list of such blocks"
     )
     parser.add_argument("--retry", action="store_true", help="start failed runs again")
     parser.add_argument("--list", action="store_true", help="print the names of the runs and exit")
     parser.add_argument(
-        "--print-slurm", action="store_true", help="print a SLURM script, an array of --workers tasks, and exit"
+        "--dry-run", action="store_true", help="estimate hours, memory and disk, --jobs runs at a time, and exit"
     )
+    parser.add_argument(
+        "--tflops", type=float, metavar="X", help="for --dry-run: what a run reaches (default: measured here)"
+    )
+    parser.add_argument("--on", choices=("ray", "slurm"), help="make the runs on a cluster instead of this machine")
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster (default: RAY_ADDRESS, else the one of this machine)"
+    )
+    parser.add_argument("--cpus", type=int, metavar="N", help="cores of a run on a cluster (default: --threads, or 1)")
+    parser.add_argument(
+        "--gpus", type=float, metavar="N", help="GPUs of a run on a cluster (default: on Ray 1 if it has any)"
+    )
+    parser.add_argument(
+        "--slurm", action="append", default=[], metavar="KEY=VALUE",
+        help="a parameter of sbatch, such as partition=gpu or time=1440 (minutes); may be given again",
+    )  # fmt: skip
+
+
+def engine_of(args: argparse.Namespace) -> Engine:
+    """Return the engine that a command line asks for."""
+    given = {"ray": ("address", "cpus", "gpus"), "slurm": ("jobs", "cpus", "gpus", "slurm"), None: ("jobs",)}[args.on]
+    for name in ("jobs", "address", "cpus", "gpus", "slurm"):
+        if getattr(args, name) not in (None, []) and name not in given:
+            where = f"--on {args.on}" if args.on else "this machine"
+            allowed = ", ".join(f"--{flag}" for flag in given)
+            raise UserError(f"--{name} does nothing on {where.removeprefix('--on ')}; allowed for {where}: {allowed}")
+    if args.on == "ray":
+        return Ray(args.address, args.cpus, args.gpus)
+    if args.on == "slurm":
+        return Slurm(args.jobs, args.cpus, args.gpus, args.slurm)
+    return Local(1 if args.jobs is None else args.jobs)
+
+
+def _require_numbers(args: argparse.Namespace) -> None:
+    for name, least in (("jobs", 1), ("cpus", 1), ("gpus", 0), ("tflops", 1e-6)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise UserError(f"--{name} is {value}; give at least {least:g}")
+
+
+def _make(argv: Sequence[str]) -> int:
+    """Make one run of a sweep: the process that `incseg.sweep.attempt` starts."""
+    if len(argv) < 2:
+        raise UserError("sweep make is what a sweep itself calls; to train, give --out and settings")
+    root, name, *flags = argv
+    end_with_parent()
+    sweep = Sweep(Path(root))
+    config = parse_run("incseg sweep", "", ["--config", str(sweep.config(name)), "--out", str(sweep.run(name).root)])
+    try:
+        train(config, only_step_0="--base" in flags)
+    except InUse as error:
+        print(error, file=sys.stderr)
+        return IN_USE
+    return 0
 
 
 def plan(args: argparse.Namespace) -> list[Job]:
@@ -165,61 +225,41 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def slurm_script(args: argparse.Namespace) -> str:
-    """Return a job script in which every task of an array is one worker of the same queue."""
-    words = ["--out", str(args.out), *(["--spec", args.spec] if args.spec else []), *["--retry"] * args.retry]
-    words += args.unknown
-    return f"""#!/bin/bash
-#SBATCH --job-name=incseg-{args.out.name}
-#SBATCH --array=1-{args.workers}
-#SBATCH --gres=gpu:1
-#SBATCH --cpus-per-task=8
-#SBATCH --time=24:00:00
-#SBATCH --signal=TERM@120
-#SBATCH --requeue
-#SBATCH --output=slurm-%A_%a.txt
-# Each task is a worker. Two minutes before its time limit it gets SIGTERM, saves the run, and is queued again.
-# INCSEG_CACHE must name a folder that all nodes share, so that a base is trained once.
-srun incseg sweep {shlex.join(words)} --workers 1
-code=$?
-if [ "$code" -eq 130 ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"; fi
-exit "$code"
-"""
-
-
 def _status(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         raise UserError(f"status takes one folder, got {len(argv)}; give the --out of a sweep: incseg sweep status DIR")
-    queue = Queue(Path(argv[0]))
-    jobs = queue.jobs()
+    sweep = Sweep(Path(argv[0]))
+    jobs = sweep.jobs()
     if not jobs:
-        raise UserError(f"{queue.root} holds no sweep; start one with incseg sweep --out {queue.root} …")
-    states = {job.name: queue.state(job) for job in jobs}
+        raise UserError(f"{sweep.root} holds no sweep; start one with incseg sweep --out {sweep.root} …")
+    states = {job.name: sweep.state(job) for job in jobs}
     table = Table(header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
     table.add_column("progress", overflow="fold")
     for job in jobs:
         state = states[job.name]
-        table.add_row(Text(job.name), Text(state, style=_STYLES[state]), Text(how_far(queue, job, state)))
+        table.add_row(Text(job.name), Text(state, style=_STYLES[state]), Text(how_far(sweep, job, state)))
     Console(highlight=False).print(table)
     print(in_words(Counter(states.values())))
     return 0
 
 
-def how_far(queue: Queue, job: Job, state: State) -> str:
-    """Return a line on a run: its figures, its worker and progress, what it waits for, or why it failed."""
-    run = queue.run(job.name)
+def how_far(sweep: Sweep, job: Job, state: State) -> str:
+    """Return a line on a run: its figures, its process and progress, what it waits for, or why it failed."""
+    run = sweep.run(job.name)
     if state == "done":
         results = read_json(run.results)
         return f"{figures_line(results['final'])}  in {timedelta(seconds=round(results['seconds']))}"
     if state == "failed":
-        return queue.failure(job) or ""
+        return sweep.failure(job) or ""
     done = len(run.steps_done())
     steps = f"{done} of {len(read_json(run.protocol)['steps'])} steps" if run.protocol.exists() else "no step yet"
     if state == "running":
-        last = _last_line(queue.log(job.name)) if queue.log(job.name).exists() else ""
-        return f"{steps}, {queue.worker(job)}" + (f"\n{last}" if last.startswith(("step ", "test ")) else "")
+        last = _last_line(sweep.log(job.name)) if sweep.log(job.name).exists() else ""
+        return f"{steps}, {sweep.worker(job) or 'ending'}" + (
+            f"\n{last}" if last.startswith(("step ", "test ")) else ""
+        )
     return steps if done else "not started, or its base is being trained"
 
 

@@ -36,8 +36,9 @@ def find_source(name: str) -> type[Source]:
 
 
 def detected(name: str, root: str | Path | None) -> str:
-    """Return the name of a dataset, and for "auto" that of the format that the folder has."""
-    return detect(root) if name == AUTO and root is not None else name
+    """Return the name of a dataset, and for "auto" that of the format that the folder, if it is there, has."""
+    is_there = root is not None and Path(root).expanduser().is_dir()
+    return detect(root) if name == AUTO and root is not None and is_there else name
 
 
 def dataset_info(name: str) -> DatasetInfo:

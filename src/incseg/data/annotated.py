@@ -53,6 +53,8 @@ _VERSION = 1
 """Of how shapes become pixels: it is part of the fingerprint."""
 _MOST_WORK = 10_000_000_000
 """Pixels in the boxes of an image's objects together: drawing them takes about a minute."""
+_CROSSING = 20
+"""Pixels that take as long to draw as a row that an edge crosses."""
 
 IGNORE_NAME = "__ignore__"
 """LabelMe's name for what is not annotated; written for it by all formats."""
@@ -110,12 +112,14 @@ class Region:
             return 0, 0, pixels_of_runs(self.runs, *size)
         return self.patch if self.patch is not None else fill_all(self.rings, *size)
 
-    def box_pixels(self, size: Size) -> float:
-        """Pixels that drawing touches."""
+    def work(self, size: Size) -> float:
+        """Return about how many pixels drawing touches."""
         if self.patch is not None or not len(self.rings):
             return float(np.prod(size))
         points = np.concatenate(list(self.rings))
-        return float(np.prod(np.clip(np.ptp(points, axis=0), 1, size))) * len(self.rings)
+        box = float(np.prod(np.clip(np.ptp(points, axis=0), 1, size)))
+        rows = np.clip(np.abs(np.diff(points[:, 1])), 0, size[1]).sum()
+        return box * len(self.rings) + _CROSSING * float(rows)
 
 
 class Annotated(FileSource):
@@ -285,7 +289,7 @@ class Annotated(FileSource):
 def paint(regions: Iterable[Region], size: Size, where: str) -> np.ndarray:
     """Return the mask of an image: smaller objects lie over larger ones, later ones over others of the same area."""
     ordered = sorted(regions, key=lambda region: -region.area)
-    if sum(region.box_pixels(size) for region in ordered) > _MOST_WORK:
+    if sum(region.work(size) for region in ordered) > _MOST_WORK:
         raise FileError(where, f"its {len(ordered)} objects are too large to be drawn", "label with fewer objects")
     mask = np.full(size[::-1], BACKGROUND, dtype=np.uint8)
     for region in ordered:

@@ -32,7 +32,7 @@ import numpy as np
 from PIL import Image
 
 from incseg.data.extended import Extended, folded
-from incseg.data.files import BOXES, COLOURS, MISSING, SIZES, UNREADABLE, VALUES, FileError, as_file_error
+from incseg.data.files import BOXES, COLOURS, MISSING, SIZES, UNNAMED, UNREADABLE, VALUES, FileError, as_file_error
 from incseg.data.folder import Folder, first_three
 from incseg.data.presence import PixelCounts, Progress, as_seen_by, histogram, in_threads, joined, pixel_counts, store
 from incseg.data.source import SPLITS, Source, Split
@@ -52,8 +52,9 @@ def grouped(faults: Sequence[FileError]) -> list[str]:
 def _line(kind: str, faults: Sequence[FileError]) -> str:
     number, files = len(faults), _some_files(faults)
     if kind == COLOURS:
-        named = "that are not in the list" if "name them" in faults[0].remedy else "instead of class numbers"
-        what = f"{number} masks hold colours {named}, {_some_found(faults)} ({files})"
+        what = f"{number} masks hold colours instead of class numbers, {_some_found(faults)} ({files})"
+    elif kind == UNNAMED:
+        what = f"{number} masks hold {_some_found(faults)}, which the list does not name ({files})"
     elif kind == VALUES:
         allowed = faults[0].fault.partition(", but ")[2]
         what = f"{number} masks hold {_some_found(faults)}, but {allowed} ({files})"
@@ -67,7 +68,8 @@ def _line(kind: str, faults: Sequence[FileError]) -> str:
             UNREADABLE: f"{number} files cannot be read as images ({files})",
         }[kind]
     remedy = {
-        COLOURS: faults[0].remedy,
+        COLOURS: "save each mask as a single-channel or palette PNG whose pixels are class numbers",
+        UNNAMED: faults[0].remedy,
         BOXES: faults[0].remedy,
         VALUES: faults[0].remedy,
         SIZES: "export both at one size",

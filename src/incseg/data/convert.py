@@ -18,12 +18,23 @@ from incseg.data.presence import Progress
 from incseg.data.source import SPLITS, Source, Split
 from incseg.data.writing import Writer, require_new
 from incseg.data.yolo import YoloWriter
+from incseg.types import UserError
 
 WRITERS: dict[str, type[Writer]] = {
     writer.format: writer for writer in (CocoWriter, LabelMeWriter, YoloWriter, CvatWriter, LabelStudioWriter)
 }
 FOLDER = "folder"
+_MOST_TOLERANCE = 100
 FORMATS = (FOLDER, *WRITERS)
+TOLERANCE_HELP = (
+    "how far polygons may be off to have fewer points, which are easier to correct; parts smaller than its square are "
+    "left out (default: 0, exact)"
+)
+
+
+def require_tolerance(value: float) -> None:
+    if not 0 <= value <= _MOST_TOLERANCE:
+        raise UserError(f"--tolerance is {value:g}; give pixels, 0 to {_MOST_TOLERANCE}, such as 1.5")
 
 
 def convert(

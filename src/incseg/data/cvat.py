@@ -22,7 +22,7 @@ from incseg.data.annotated import (
     subset_of,
     unlabelled_note,
 )
-from incseg.data.files import COLOURS, VALUES, FileError, read_stored, text_lines
+from incseg.data.files import UNNAMED, FileError, read_stored, text_lines
 from incseg.data.folder import first_three
 from incseg.data.writing import Writer
 from incseg.io import replacing, write_text
@@ -183,10 +183,10 @@ class Cvat(Annotated):
             numbers = tuple(values[:8].tolist())
             allowed = ", ".join(map(str, self._numbers[item.labels]))
             what = f"the mask holds {', '.join(map(str, numbers))}, but {item.labels.name} names {allowed}"
-            return FileError(item.file, what, remedy, VALUES, numbers)
+            return FileError(item.file, what, remedy, UNNAMED, numbers)
         colours = tuple(f"#{value:06x}" for value in values[:8].tolist())
         what = f"the mask has colours that {item.labels.name} does not name ({first_three(colours)})"
-        return FileError(item.file, what, remedy, COLOURS, colours)
+        return FileError(item.file, what, remedy, UNNAMED, colours)
 
 
 class CvatWriter(Writer):

@@ -30,11 +30,11 @@ PathLike = str | os.PathLike[str]
 _STRETCH = {"L;2": 85, "L;4": 17}
 
 
-MISSING, UNREADABLE, COLOURS, VALUES, SIZES, BOXES = (
-    "missing", "unreadable", "colours", "values", "sizes", "boxes",
+MISSING, UNREADABLE, COLOURS, VALUES, SIZES, BOXES, UNNAMED = (
+    "missing", "unreadable", "colours", "values", "sizes", "boxes", "unnamed",
 )  # fmt: skip
 """Kinds of faults that can come in many files at once. SIZES: a photograph and its mask differ in size; BOXES: objects
-have boxes instead of outlines."""
+have boxes instead of outlines; UNNAMED: colours or values of masks that a list of names lacks."""
 _MOST_COLOURS, _MOST_VALUES = 8, 256
 _COLOUR_SAMPLE = 256
 """Longer side to which a colour mask is reduced before its colours are counted."""

@@ -221,9 +221,14 @@ def export(
     _require_elsewhere(source, out)
     chosen = [(split, i) for split in splits for i in range(len(source.names(split)))[:limit]]
     palette = source.palette.flatten().tolist()
+    flat: dict[str, str] = {}
+    taken: set[str] = set()
     for done, (split, index) in enumerate(chosen, start=1):
         image, mask = source.pair(split, index)
-        name = f"{source.names(split)[index]}.png"
+        own = source.names(split)[index]
+        if own not in flat:
+            flat[own] = flat_name(own, taken)
+        name = f"{flat[own]}.png"
         index_mask = Image.fromarray(mask)
         index_mask.putpalette(palette)
         for folder, picture in (("images", image), ("masks", index_mask)):
@@ -232,11 +237,21 @@ def export(
         if progress is not None:
             progress(done, len(chosen))
     for split in splits:
-        names = [source.names(s)[i] for s, i in chosen if s == split]
+        names = [flat[source.names(s)[i]] for s, i in chosen if s == split]
         write_text(out / f"{split}.txt", "".join(f"{name}\n" for name in names))
     lines = ("background", *source.info.classes) if source.info.has_background else source.info.classes
     write_text(out / "classes.txt", "".join(f"{name}\n" for name in lines))
     return len(chosen)
+
+
+def flat_name(name: str, taken: set[str]) -> str:
+    """Return a name for a file of what may be a path, other than those taken, and take it."""
+    flat = found = "".join(c if c.isprintable() and c not in "/\\" else "_" for c in name)
+    number = 2
+    while found.casefold() in taken:
+        found, number = f"{flat}_{number}", number + 1
+    taken.add(found.casefold())
+    return found
 
 
 def _require_elsewhere(source: Source, out: Path) -> None:

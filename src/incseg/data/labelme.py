@@ -121,10 +121,10 @@ def read_labelme(file: Path) -> dict[str, Any] | None:
                         "label with fewer points")  # fmt: skip
     try:
         content = json.loads(text)
-        return content if isinstance(content["shapes"], list) else None
     except BROKEN as error:
         reason = " ".join(str(error).split())[:100]
         raise FileError(file, f"is not a valid file of LabelMe ({reason})", "save it again") from None
+    return content if isinstance(content, dict) and isinstance(content.get("shapes"), list) else None
 
 
 def _ring(kind: str, points: np.ndarray) -> np.ndarray | None:
@@ -143,12 +143,16 @@ def _ring(kind: str, points: np.ndarray) -> np.ndarray | None:
 def _mask(text: str, points: np.ndarray, size: Size) -> Patch:
     """Return the pixels of a mask shape: a PNG as text, whose first and last pixel the points name."""
     (left, top), (right, bottom) = np.rint(points[:2]).astype(np.int64).tolist()
-    with Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)) as image:
-        if image.size != (right - left + 1, bottom - top + 1):
-            raise ValueError(f"a mask of {image.width}×{image.height} pixels in a box of another size")
-        if image.width > size[0] or image.height > size[1]:
-            raise ValueError("a mask larger than the image")
-        pixels = np.asarray(image.convert("L")) > 0
+    if right - left >= size[0] or bottom - top >= size[1]:
+        raise ValueError("a mask larger than the image")
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)) as image:
+            found = image.size
+            pixels = np.asarray(image.convert("L")) > 0 if found == (right - left + 1, bottom - top + 1) else None
+    except Exception as error:  # the decoder of a damaged file can raise nearly anything
+        raise ValueError("a mask that cannot be read") from error
+    if pixels is None:
+        raise ValueError(f"a mask of {found[0]}×{found[1]} pixels in a box of another size")
     pixels = pixels[max(0, -top) : max(0, size[1] - top), max(0, -left) : max(0, size[0] - left)]
     return max(0, left), max(0, top), pixels
 

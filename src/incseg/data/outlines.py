@@ -77,7 +77,7 @@ def fill_all(rings: Sequence[Ring], width: int, height: int) -> Patch:
     for x, y, pixels in patches:
         there = together[y - top : y - top + pixels.shape[0], x - left : x - left + pixels.shape[1]]
         inside = not (pixels & ~there).any()
-        same = inside and np.array_equal(pixels, there)  # the same polygon twice is no hole
+        same = inside and pixels.sum() == together.sum()  # the same polygon twice is not a hole
         there ^= (pixels & there) if inside and not same else (pixels & ~there)
     return left, top, together
 

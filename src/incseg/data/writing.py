@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from incseg.data.annotated import IGNORE_NAME, Size
+from incseg.data.folder import flat_name
 from incseg.data.outlines import Ring, outlines
 from incseg.io import replacing
 from incseg.types import BACKGROUND, IGNORE, UserError
@@ -57,7 +58,7 @@ class Writer(ABC):
         name:  may be a path; the file's name is made of it.
         split: "train" or "val"; empty where the reader may choose.
         """
-        flat = self._distinct(name.replace("/", "_"))
+        flat = flat_name(name, self._taken)
         suffix = image.suffix if isinstance(image, Path) else ".png"
         self.void_shown |= bool((mask == IGNORE).any())
         target = self.image_file(flat + suffix, split)
@@ -97,13 +98,6 @@ class Writer(ABC):
         for label in np.unique(mask).tolist():
             if label != BACKGROUND:
                 yield from ((label, ring) for ring in outlines(mask == label, self.tolerance))
-
-    def _distinct(self, name: str) -> str:
-        found, number = name, 2
-        while found.casefold() in self._taken:
-            found, number = f"{name}-{number}", number + 1
-        self._taken.add(found.casefold())
-        return found
 
 
 def size_of(mask: np.ndarray) -> Size:

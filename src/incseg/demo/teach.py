@@ -23,7 +23,7 @@ from PIL import Image
 from incseg.data.extended import folded
 from incseg.data.files import FileError, decode_image
 from incseg.engine.rundir import RunDir
-from incseg.engine.workers import reason_of
+from incseg.engine.runtime import reason_of
 from incseg.io import read_json, write_text
 from incseg.metrics import agreement, mean_new_iou
 from incseg.types import Increment, UserError

@@ -27,8 +27,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 
 import incseg
@@ -57,6 +55,10 @@ STATE_FILE = "state.safetensors"
 SUMMARY_SUFFIXES = ("runs.jsonl", ".run.json")
 """Ends of the names of files with summaries of runs (report/runs.py): their figures, without models. The first has a
 run on each line; version 0.1 wrote a file of the second kind for each run."""
+
+
+class InUse(UserError):
+    """Another process works in the run folder."""
 
 
 class RunDir:
@@ -185,7 +187,7 @@ class RunDir:
         lock = FolderLock(self.root)
         if not lock.acquire():
             holder = lock.holder() or "another process"
-            raise UserError(f"{self.root} is in use by {holder}; wait for it, stop it, or choose another --out")
+            raise InUse(f"{self.root} is in use by {holder}; wait for it, stop it, or choose another --out")
         self._lock = lock
 
     def write_environment(self, runtime: dict[str, object]) -> None:
@@ -261,6 +263,9 @@ def _require_models(path: Path) -> None:
 
 def environment() -> dict[str, Any]:
     """Versions, commit, machine and command: what a figure needs beside it."""
+    import numpy as np  # here, because who watches a run needs neither
+    import torch
+
     return {
         "incseg": incseg.__version__,
         "commit": _commit(),

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import random
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -266,3 +267,13 @@ def _pick_precision(precision: Precision, device: torch.device) -> torch.dtype:
             return torch.float32  # lower precision gains nothing on the CPUs we measured
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
+
+
+def reason_of(code: int, printed: str) -> str:
+    """Return in one line why a run failed: its own error, the last line of a traceback, or the signal."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or [f"exit code {code}"])[-1]

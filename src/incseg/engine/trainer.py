@@ -168,8 +168,8 @@ class Trainer:
     warm_start: SavedStep | None = None
     """Step 0, if the run starts from an existing model."""
 
-    def run(self) -> dict[str, Any]:
-        """Learn the steps that are not done yet and return the content of results.json."""
+    def run(self, only_step_0: bool = False) -> dict[str, Any]:
+        """Learn the steps that are not done yet and return the content of results.json; of step 0 alone, nothing."""
         if self.train.frozen_later == "model" and self.method.background_output:
             raise UserError(
                 "train.frozen_later is model, and this method cannot add classes to a frozen model; use evidential, or "
@@ -180,12 +180,12 @@ class Trainer:
             log.info(f"{self.folder.root} is finished; nothing is left to learn")
         elif done:
             self._resume_after(done - 1)
-        for step in self.protocol.steps[done:]:
+        for step in self.protocol.steps[done : 1 if only_step_0 else None]:
             row = self._learn(step)
             if self.runtime.is_main:
                 self._finish_step(step, row)
             self.runtime.barrier()
-        return self._finish()
+        return {} if only_step_0 else self._finish()
 
     def _resume_after(self, step: int) -> None:
         try:

@@ -21,6 +21,8 @@ FEW_TESTED = 5
 """Advise another test if a class has fewer held-back photographs."""
 MUCH_BETTER = 5.0
 """Points of mean IoU by which a recipe that the rule excludes must be better to be named."""
+MOST_UNSEEN = 3
+"""Most old classes that have a row of their own although no photograph shows them."""
 HARDLY = 5.0
 """A class with a lower IoU, in percent, counts as hardly found."""
 
@@ -35,15 +37,21 @@ def where(report: dict[str, Any]) -> str:
 def class_rows(report: dict[str, Any]) -> list[list[str]]:
     """Return a row for each class: old ones with their agreement with the model before, new ones with their IoU.
 
-    Photographs are those to learn from + those held back.
+    Photographs are those to learn from + those held back. Many old classes that none of them shows share a row.
     """
     rows = []
+    unseen = [name for name, of_class in report["classes"].items() if agreement(of_class) is None]
+    folded = set(unseen) if len(unseen) > MOST_UNSEEN else set()
     for name, of_class in report["classes"].items():
+        if name in folded:
+            continue
         same = agreement(of_class)
         before, after = of_class["iou"] or (None, None)
         rows.append(
             [name, "old", "", "not seen here" if same is None else f"{same:.1f} %", percent(before), percent(after)]
         )
+    if folded:
+        rows.append([f"{len(folded)} others", "old", "", "not seen here", "–", "–"])
     for name, of_class in report["new"].items():
         counts = f"{report.get('train_images', {}).get(name, 0)} + {of_class['images']}"
         improved = "iou_before" in of_class

@@ -1,0 +1,122 @@
+"""Runs as jobs of SLURM, submitted by submitit. The command ends when all are submitted; SLURM does the rest.
+
+A shared step 0 is a job that others depend on. Before its time limit, and where it is preempted, a job saves its run
+and is queued again. What is still queued is not submitted a second time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from incseg.io import read_json, write_json
+from incseg.sweep.attempt import PROGRAM, Attempts, Outcome
+from incseg.sweep.folder import Sweep, Task
+from incseg.types import UserError
+
+if TYPE_CHECKING:
+    from incseg.sweep.plan import Ended, Say
+
+_REQUEUES = 100
+_MINUTES = 24 * 60
+"""The time limit of a job, after which it is queued again; --slurm time=MINUTES changes it."""
+_SIGNAL_SECONDS = 120
+"""How long before its time limit a job is asked to save."""
+_IN_QUEUE = ("PENDING", "RUNNING", "REQUEUED", "RESIZING", "SUSPENDED", "CONFIGURING", "COMPLETING", "READY")
+
+
+@dataclass(frozen=True)
+class Make:
+    """A task as SLURM runs it."""
+
+    root: Path
+    task: Task
+    cpus: int
+    program: Sequence[str] = PROGRAM
+
+    def __call__(self) -> Outcome:
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.cpus))}
+        attempts = Attempts(Sweep(self.root), lambda job: variables, self.program)
+        _running.append(attempts)
+        return attempts.perform_in_time(self.task)
+
+    def checkpoint(self) -> Any:
+        """Save the run; called in the handler of SLURM's signal. Return what is queued again."""
+        from submitit.helpers import DelayedSubmission
+
+        for attempts in _running:
+            attempts.save()
+        return DelayedSubmission(replace(self))
+
+
+_running: list[Attempts] = []
+"""Those of this process."""
+
+
+@dataclass
+class Slurm:
+    """SLURM; or, with `cluster=local` among the parameters, submitit's imitation of it on this machine."""
+
+    jobs: int | None = None
+    cpus: int | None = None
+    gpus: float | None = None
+    parameters: Sequence[str] = ()
+    program: Sequence[str] = PROGRAM
+
+    def __post_init__(self) -> None:
+        if wrong := [given for given in self.parameters if "=" not in given]:
+            raise UserError(f"--slurm {wrong[0]} has no value; write --slurm KEY=VALUE, such as partition=gpu")
+
+    def work(self, sweep: Sweep, tasks: Sequence[Task], say: Say, ended: Ended) -> None:
+        try:
+            import submitit
+        except ImportError as error:
+            raise UserError("--on slurm needs submitit; pip install 'incseg[slurm]'") from error
+        words = (parameter.partition("=") for parameter in self.parameters)
+        given: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, _, value in words}
+        cluster, place = given.pop("cluster", "slurm"), sweep.root.resolve() / ".sweep" / ".slurm" / "%j"
+        record = sweep.root / ".sweep" / ".slurm.json"
+        ids: dict[str, str] = read_json(record) if record.exists() else {}
+        states = {job: submitit.SlurmJob(place, job).state for job in ids.values()} if cluster == "slurm" else {}
+        left = [task for task in tasks if states.get(ids.get(task.name, "")) not in _IN_QUEUE]
+        if len(left) < len(tasks):
+            say(f"{len(tasks) - len(left)} jobs are in SLURM's queue already")
+        for group in _groups(left):
+            first, after = group[0].jobs[0], group[0].after
+            cpus = self.cpus or first.config.get("threads") or 1
+            slurm = {"array_parallelism": self.jobs or len(group), "signal_delay_s": _SIGNAL_SECONDS, **given}
+            if after is not None:
+                slurm["dependency"] = f"afterany:{ids[after.name]}"
+            try:  # an executor for each group, because parameters stay
+                executor = submitit.AutoExecutor(place, cluster=cluster, slurm_max_num_timeout=_REQUEUES)
+                executor.update_parameters(
+                    name=f"incseg-{sweep.root.name}",
+                    timeout_min=_MINUTES,
+                    cpus_per_task=cpus,
+                    gpus_per_node=None if self.gpus is None else int(self.gpus),
+                    **{f"slurm_{key}": value for key, value in slurm.items()},
+                )
+                with executor.batch():
+                    made = [executor.submit(Make(sweep.root.resolve(), t, cpus, self.program)) for t in group]
+            except RuntimeError as error:
+                raise UserError(f"{error}; run this on a machine that has SLURM's commands") from error
+            except (ValueError, NameError, AssertionError, submitit.core.utils.FailedJobError) as error:
+                raise UserError(f"SLURM did not take the runs: {' '.join(str(error).split())[:300]}") from error
+            ids |= {task.name: job.job_id for task, job in zip(group, made, strict=True)}
+            write_json(record, ids)
+            what = f"step 0 of {len(group)} groups of runs" if group[0].is_base else f"{len(group)} runs"
+            say(f"{what}: submitted as {', '.join(sorted({job.job_id.split('_')[0] for job in made}))}")
+            if cluster != "slurm":
+                for task, job in zip(group, made, strict=True):
+                    ended(task, job.result())
+
+
+def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Return the tasks by kind and by what they wait for: each group is an array of jobs. Bases come first."""
+    groups: dict[tuple[bool, Task | None], list[Task]] = {}
+    for task in sorted(tasks, key=lambda task: not task.is_base):
+        groups.setdefault((task.is_base, task.after), []).append(task)
+    return list(groups.values())
