@@ -719,7 +719,7 @@ def test_brush_pngs_alone_are_refused_with_the_remedy(tmp_path: Path) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------
 
 
-def test_the_folder_decides_between_images_of_one_name(tmp_path: Path) -> None:
+def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     for folder in ("train/cam", "val/cam", "other"):
         photograph(tmp_path / folder / "a.jpg")
     text(tmp_path / "val" / "labels.json", "{}")

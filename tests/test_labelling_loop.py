@@ -60,7 +60,6 @@ def test_predicted_labels_are_read_back_as_predicted(to: str, model: Path, photo
         names = np.array(["background", *source.info.classes])[mask]
         assert (names == np.array(predictor.classes)[labels]).all()
         found[name] = mask
-    assert all(source.names(split) for split in SPLITS), "an extension needs some to choose by"
     assert sorted(found) == ["50%", "new_line", "one", "one_2", "with blank"]
     listed = json.loads((out / "predictions.json").read_text())["images"]
     uncertain = [one["uncertainty"] for one in listed]

@@ -41,6 +41,7 @@ def test_imports_are_declared() -> None:
         | declared("tensorboard")
         | declared("timm")
         | declared("onnx")
+        | declared("hub")
         | declared("ray")
         | declared("slurm")
     )

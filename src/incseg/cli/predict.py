@@ -41,7 +41,7 @@ _AHEAD = 2
 _LARGE = 32_000_000
 """Pixels of an image from which on one at a time is in memory."""
 _PRE_ANNOTATIONS = ("coco", "labelme", "yolo")
-_LABELS = "labels"
+_PREDICTED = "predicted"
 """Key of the file that holds predicted labels until images are ranked."""
 _FAST = 1
 """Compression of these files."""
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["torch", "onnx"],
         help="runs the network (default: torch, but onnx for .onnx files)",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, mps or auto (default: auto)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--probabilities", action="store_true", help="also NAME_probabilities.npy, float16 (C+1, H, W)")
     parser.add_argument(
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with _place_of_results(args, as_labels) as place:
         is_background = not predictor.method.background_output
-        write = partial(_save_labels if as_labels else _write, is_background=is_background)
+        write = partial(_keep if as_labels else _write, is_background=is_background)
         outcomes = _predict_all(predictor, files, args, write, place)
         done = [outcome for outcome in outcomes if "error" not in outcome]
         skipped = [outcome for outcome in outcomes if "error" in outcome]
@@ -148,10 +148,10 @@ def _place_of_results(args: argparse.Namespace, as_labels: bool) -> Iterator[Pat
         yield Path(folder)
 
 
-def _save_labels(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
-    file = folder / f"{name}.png"
-    Image.fromarray(result.labels).save(file, compress_level=_FAST)
-    return {**_summary(result, name, is_background), _LABELS: file}
+def _keep(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
+    kept = folder / f"{name}.png"
+    Image.fromarray(result.labels).save(kept, compress_level=_FAST)
+    return {**_summary(result, name, is_background), _PREDICTED: kept}
 
 
 def _summary(result: Result, name: str, is_background: bool) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _write_labels(
     written = []
     with WRITERS[args.format](args.out, predictor.classes[1:], palette, args.tolerance) as writer:
         for file, outcome in done[: args.top]:
-            with Image.open(outcome.pop(_LABELS)) as labels:
+            with Image.open(outcome.pop(_PREDICTED)) as labels:
                 writer.add(outcome["name"], file, np.asarray(labels))
             written.append(outcome)
     return written

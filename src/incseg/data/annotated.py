@@ -241,7 +241,7 @@ class Annotated(FileSource):
         def listed(file: Path) -> list[str]:
             return self._listed(file, named)
 
-        splits, notes = chosen_splits(self.root, self.format, sorted(named), listed, full_list=False)
+        splits, notes = chosen_splits(self.root, self.format, sorted(named), listed)
         self.val_given = (self.root / "val.txt").is_file()
         self.notes += notes
         return {split: [named[name] for name in names] for split, names in splits.items()}
@@ -337,9 +337,8 @@ def read_text(file: Path) -> bytes:
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a class without blanks around it, on one line that can be printed."""
-    line = " ".join(unicodedata.normalize("NFC", name).split())
-    return "".join(c if c.isprintable() else "?" for c in line)
+    """Return the name of a class without blanks around it, on one line."""
+    return " ".join(unicodedata.normalize("NFC", name).split())
 
 
 def subset_of(text: str) -> str:

@@ -27,8 +27,8 @@ FOLDER = "folder"
 _MOST_TOLERANCE = 100
 FORMATS = (FOLDER, *WRITERS)
 TOLERANCE_HELP = (
-    "how far polygons may be off to have fewer points, which are easier to correct; parts smaller than a "
-    "square of four times that are left out (default: 0, exact)"
+    "how far polygons may be off to have fewer points, which are easier to correct; parts smaller than its square are "
+    "left out (default: 0, exact)"
 )
 
 

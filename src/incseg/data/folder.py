@@ -88,22 +88,19 @@ def require_folder(root: PathLike) -> Path:
 
 
 def chosen_splits(
-    root: Path, kind: str, names: Iterable[str], listed: Callable[[Path], list[str]], full_list: bool = True
+    root: Path, kind: str, names: Iterable[str], listed: Callable[[Path], list[str]]
 ) -> tuple[dict[Split, list[str]], list[str]]:
     """Return the images of each split, by the lists train.txt and val.txt or by a hash of the names, and notes on it.
 
-    listed:    returns the images that such a file lists.
-    full_list: whether a train.txt of all images counts, so that none is for testing; tools write it without that in
-               mind.
+    listed: returns the images that such a file lists.
     """
-    images, notes, why = list(names), list[str](), "no train.txt or val.txt"
+    images, notes = list(names), []
     train, val = (listed(file) if file.is_file() else None for file in (root / "train.txt", root / "val.txt"))
-    if train is not None and val is None and not full_list and len(train) == len(images):
-        train, why = None, "train.txt lists all images"
     if train is None and val is None:
         train, val = hash_split(images)
         notes.append(
-            f"{kind}: {why}, so a hash of the names chose {len(train)} images for training and {len(val)} for testing"
+            f"{kind}: no train.txt or val.txt, so a hash of the names chose {len(train)} images for "
+            f"training and {len(val)} for testing"
         )
     elif train is None or val is None:
         missing = "train" if train is None else "val"

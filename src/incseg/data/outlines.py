@@ -16,9 +16,6 @@ _MOST_CROSSINGS = 1 << 20
 _FARTHEST = float(1 << 24)
 """Points farther away than any image is wide are moved to here, where arithmetic is still exact enough."""
 
-_SPECK = 4
-"""Side of the squares below which parts are left out, in tolerances: they are more work to delete than to draw."""
-
 Ring = np.ndarray
 """(N, 2) float64, the points (x, y) of a closed polygon."""
 Patch = tuple[int, int, np.ndarray]
@@ -123,8 +120,8 @@ def outlines(pixels: np.ndarray, tolerance: float = 0.0) -> list[Ring]:
 
     A hole is joined to the polygon around it by a line there and back.
 
-    tolerance: how far, in pixels, a polygon may be off, to have fewer points; 0 for exact ones. Parts and holes
-               smaller than a square of four tolerances are left out.
+    tolerance: how far, in pixels, a polygon may be off, to have fewer points; 0 for exact ones. Parts and holes whose
+               area is below its square are left out.
     """
     rows, columns = np.flatnonzero(pixels.any(1)), np.flatnonzero(pixels.any(0))
     if not len(rows):
@@ -195,7 +192,7 @@ def _simplified(ring: Ring, tolerance: float) -> Ring | None:
     """Return the polygon with fewer points (Douglas and Peucker); None where nothing of it is left."""
     if not tolerance:
         return ring
-    if area(ring) < (_SPECK * tolerance) ** 2:
+    if area(ring) < tolerance**2:
         return None
     far = int(((ring - ring[0]) ** 2).sum(1).argmax())
     closed = np.concatenate([ring, ring[:1]])
