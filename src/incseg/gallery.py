@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from incseg.config import DataConfig
-from incseg.data.source import Source
+from incseg.data.source import Source, Split
 from incseg.engine.rundir import RunDir
 from incseg.engine.warm_start import WarmStart
 from incseg.inference import Predictor, Result, load
@@ -57,6 +57,9 @@ _CONFIDENCE_BINS = 15
 _SCORE_STRIDE = 2  # every N-th pixel in both directions is ranked, as in tests
 _MOST_MAPS = 3
 _STEPS_A_ROW = 6
+_SHOWN_OF_EACH = 2
+_MOST_LOOKED_AT = 40
+"""Of an extension: photographs of each kind that are shown, and that are looked at for new classes."""
 _FAILURES = (*BROKEN, RuntimeError)
 """Errors of data or models that are missing, incomplete or of another version. The rest of the report is still made."""
 Models = Callable[[Path, int], Predictor]
@@ -171,7 +174,16 @@ def _count_confidence(counts: Reliability, result: Result, truth: np.ndarray) ->
 
 def open_gallery(section: Section, images: int, root: str | None, folder: Path, loaded: Models) -> Gallery:
     """Return `images` test images of a section's main run, evenly chosen."""
-    record = section.main.longest
+    source, data = _source_of(section.main.longest, root)
+    split, numbers = test_images_of(source, data)
+    photos = [_photo(source, split, number) for number in evenly(numbers, images)]
+    if not photos:
+        raise UserError("it has no test images")
+    return Gallery(section, source, photos, len(numbers), loaded, folder)
+
+
+def _source_of(record: RunRecord, root: str | None) -> tuple[Source, DataConfig]:
+    """Return the dataset of a run, in the ids of its model, and its settings."""
     settings = record.settings
     names = [option.name for option in dataclasses.fields(DataConfig) if f"data.{option.name}" in settings]
     data = DataConfig(**{name: settings[f"data.{name}"] for name in names})
@@ -181,17 +193,47 @@ def open_gallery(section: Section, images: int, root: str | None, folder: Path, 
     if settings.get("start") is not None:  # the run's own copy of the model that it extended
         file = RunDir(record.folder).model(0)
         source = WarmStart(file, *load_segmenter(file)).extended(source, settings["task"])
-    split, numbers = test_images_of(source, data)
-    photos = []
-    for number in evenly(numbers, images):
-        image, mask = source.pair(split, number)
-        factor = min(1.0, LONGEST_SIDE / max(image.size))
-        size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
-        truth = np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
-        photos.append(Photo(source.names(split)[number], image.resize(size, Image.Resampling.BILINEAR), truth))
-    if not photos:
-        raise UserError("it has no test images")
-    return Gallery(section, source, photos, len(numbers), loaded, folder)
+    return source, data
+
+
+def _photo(source: Source, split: Split, number: int) -> Photo:
+    image, mask = source.pair(split, number)
+    factor = min(1.0, LONGEST_SIDE / max(image.size))
+    size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+    truth = np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
+    return Photo(source.names(split)[number], image.resize(size, Image.Resampling.BILINEAR), truth)
+
+
+def extension_block(record: RunRecord, root: str | None, folder: Path, loaded: Models) -> Block:
+    """Draw photographs with the models before and after an extension: held-back ones, and ones to learn from. Those
+    that show a new class come first."""
+    title = "Before and after"
+    try:
+        source, data = _source_of(record, root)
+        before, after = loaded(record.folder, 0), loaded(record.folder, record.num_steps - 1)
+        new, photos = set(after.ids) - set(before.ids), list[tuple[str, Photo]]()
+        split, held_back = test_images_of(source, data)
+        left = set(range(len(source.names("train")))) - (set(held_back) if split == "train" else set())
+        places: list[tuple[str, Split, Sequence[int]]] = [
+            ("held back", split, held_back), ("learnt from", "train", sorted(left)),
+        ]  # fmt: skip
+        for kind, of_split, numbers in places:
+            some = [_photo(source, of_split, number) for number in evenly(numbers, _MOST_LOOKED_AT)]
+            some.sort(key=lambda photo: not np.isin(photo.truth, list(new)).any())
+            photos += [(kind, photo) for photo in some[:_SHOWN_OF_EACH]]
+        rows = []
+        for kind, photo in photos:
+            tiles = [Tile("image", np.asarray(photo.image)), Tile("masks", photo.truth)]
+            tiles += [Tile(name, one.predict(photo.image).ids) for name, one in (("before", before), ("after", after))]
+            rows.append(Row(tiles, kind))
+        info = source.info
+        classes = Classes({BACKGROUND: "background", **dict(enumerate(info.classes, start=1))}, source.palette)
+        text = caption("extension", sorted(info.classes[i - 1] for i in new))
+        return Block(
+            title, figures=[save_figure(sheet(rows, classes), folder, f"{record.folder.name}-photographs", text)]
+        )
+    except _FAILURES as error:
+        return Block(title, [f"Pictures are left out: {one_line(error)}."])
 
 
 def cached_models(device: str, threads: int | None, method: str | None) -> Models:

@@ -13,12 +13,13 @@ from pathlib import Path
 import incseg
 from incseg.cli.main import add_common
 from incseg.config import usual_settings
-from incseg.gallery import cached_models, report_blocks
+from incseg.gallery import cached_models, extension_block, report_blocks
 from incseg.io import remove_temporary, write_text
 from incseg.report.page import (
     FIGURES_FOLDER,
     PageSection,
     increments_section,
+    is_extension,
     own_photographs,
     page,
     section_blocks,
@@ -26,7 +27,7 @@ from incseg.report.page import (
     unfinished_section,
 )
 from incseg.report.runs import RunRecord, collected_warnings, read_runs, require_some
-from incseg.report.sections import sections_of
+from incseg.report.sections import sections_of, task_title
 from incseg.report.tables import set_apart
 from incseg.types import UserError
 
@@ -75,12 +76,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _sections(records: Sequence[RunRecord], figures: Path, args: argparse.Namespace) -> list[PageSection]:
     methods, _ = set_apart(records, args.runs)  # ablations would hide the methods among their variants
-    sections = own_photographs(records) + table_sections(records)
+    sections, extensions = own_photographs(records), [record for record in records if is_extension(record)]
+    models = cached_models(args.device, args.threads, args.method)
+    if args.images:
+        for record in extensions:
+            own = next(one for one in sections if one.title == (record.folder.name or str(record.folder)))
+            own.blocks.insert(1, extension_block(record, args.root, figures, models))
+    records = [record for record in records if record not in extensions]
+    methods = [record for record in methods if record not in extensions]
+    sections += table_sections(records)
     sections += [one for one in (unfinished_section(records), increments_section(methods, figures)) if one]
     drawn = sections_of(records)
     of_runs = [PageSection(one.title, section_blocks(one, figures)) for one in drawn]
     if args.images:
-        models = cached_models(args.device, args.threads, args.method)
         compared, across = report_blocks(drawn, args.images, args.root, figures, models)
         for section, blocks in zip(of_runs, compared, strict=True):
             section.blocks += blocks
@@ -100,7 +108,7 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def _title(records: Sequence[RunRecord]) -> str:
-    return "incseg: " + ", ".join(sorted({f"{record.dataset} {record.task}" for record in records}))
+    return "incseg: " + ", ".join(sorted({f"{record.dataset} {task_title(record.task)}" for record in records}))
 
 
 def _about(records: Sequence[RunRecord]) -> str:

@@ -148,12 +148,21 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
         if not own or record.retest is not None or record.is_summary or not record.rows:
             continue
         blocks = _extension(RunDir(record.folder))
-        if not blocks:
+        if blocks:
+            blocks.append(Block("Commands", commands=[record.command]))
+        else:
             ious = record.rows[-1]["iou"].items()
             rows = [[name, percent(share)] for name, share in ious]
             blocks = [Block("IoU on held-back photographs", tables=[HtmlTable(["class", "IoU"], rows)])]
         sections.append(PageSection(record.folder.name or str(record.folder), blocks))
     return sections
+
+
+def is_extension(record: RunRecord) -> bool:
+    """Return whether a run extended a model by own photographs. Their masks label the new classes only, so its figures
+    over all classes say nothing of the model."""
+    own = record.settings.get("data.name") in OWN and not record.is_summary and record.retest is None
+    return own and bool(record.rows) and RunDir(record.folder).forgetting.is_file()
 
 
 def _extension(run: RunDir) -> list[Block]:

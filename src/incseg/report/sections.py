@@ -16,8 +16,16 @@ from incseg.report.tables import JOINT, Group, Spread, group, learns_everything,
 
 MAIN = "evidential"
 """The method that is shown first, if it was run."""
+MOST_NAMED = 4
+"""Most classes of a group that a title names."""
 MOST_LINES = 12
 """Most methods in a figure over several tasks."""
+
+
+def task_title(task: str) -> str:
+    """Return a task for a title: of many named classes their number, "20 classes / cup"."""
+    groups = [group.split(",") for group in task.split("/")]
+    return " / ".join(f"{len(group)} classes" if len(group) > MOST_NAMED else ", ".join(group) for group in groups)
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Section:
 
     @property
     def title(self) -> str:
-        return " ".join([self.dataset, self.task, self.setting] + ["order b"] * (self.order == "b"))
+        return " ".join([self.dataset, task_title(self.task), self.setting] + ["order b"] * (self.order == "b"))
 
     @property
     def main(self) -> MethodRuns:
