@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +66,19 @@ def test_the_import_is_light() -> None:
 def test_every_public_name_is_there_and_has_an_example() -> None:
     for name in incseg.__all__:
         assert getattr(incseg, name) is getattr(incseg, name)
-    for name in ("Predictor", "Protocol", "Result", "Run", "extend", "load", "train"):
+    for name in (
+        "Predictor",
+        "Protocol",
+        "Result",
+        "Run",
+        "evaluate",
+        "extend",
+        "load",
+        "push",
+        "remove",
+        "to_onnx",
+        "train",
+    ):
         assert ">>> " in (getattr(incseg, name).__doc__ or ""), name
     assert ">>> import incseg" in (incseg.__doc__ or "")
     with pytest.raises(AttributeError, match="module 'incseg' has no attribute 'trian'"):
@@ -214,3 +229,57 @@ def test_wrong_settings(tmp_path: Path, settings: dict, message: str) -> None:
 def test_wrong_extensions(first: incseg.Run, mine: Path, tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(incseg.UserError, match=message):
         incseg.extend(first, **{"root": mine, "out": tmp_path / "run", **options})
+
+
+def test_removing_evaluating_and_exporting_are_those_of_the_command_line(
+    first: incseg.Run, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime", reason="pip install incseg[onnx] brings what runs exported models")
+    less = incseg.remove(first, ["star"], tmp_path / "less.safetensors")
+    assert less.classes == ("background", "disc", "square")
+    assert main(["remove", str(first.folder), "--classes", "star", "--out", str(tmp_path / "same.safetensors")]) == 0
+    assert (tmp_path / "less.safetensors").read_bytes() == (tmp_path / "same.safetensors").read_bytes()
+    capsys.readouterr()
+    found = incseg.evaluate(less, data="folder", root=mine)
+    assert main(["eval", str(tmp_path / "same.safetensors"), "--data", "folder", "--root", str(mine), "--json"]) == 0
+    assert found == json.loads(capsys.readouterr().out)
+    row = incseg.evaluate(first)
+    assert row["iou"] == first.rows[-1]["iou"]
+    with pytest.raises(incseg.UserError, match="give data and root"):
+        incseg.evaluate(less)
+    assert main(["export", str(first.folder), "--out", str(tmp_path / "command.onnx")]) == 0
+    file = incseg.to_onnx(first, tmp_path / "mine.onnx")
+    pictures = [np.full((48, 60, 3), value, np.uint8) for value in (0, 200)]
+    labels = [
+        [result.labels.tolist() for result in incseg.load(one).predict(pictures)]
+        for one in (file, tmp_path / "command.onnx")
+    ]
+    assert labels[0] == labels[1]
+    with pytest.raises(incseg.UserError, match=r"ends in \.onnx"):
+        incseg.to_onnx(first, tmp_path / "mine.pt")
+
+
+def test_a_video_is_predicted_frame_by_frame(first: incseg.Run) -> None:
+    """Nothing is read ahead and nothing of a frame remains, so a video may have any length."""
+    read, alive = 0, weakref.WeakSet()
+
+    class Frame(np.ndarray):  # a plain array takes no weak reference
+        pass
+
+    def video() -> Iterator[np.ndarray]:
+        nonlocal read
+        while True:
+            read += 1
+            frame = np.full((48, 48, 3), read % 256, np.uint8).view(Frame)
+            alive.add(frame)
+            yield frame
+            del frame
+
+    results = first.model().predict(video())
+    assert read == 0
+    names = []
+    for number, result in zip(range(1, 6), results, strict=False):
+        assert read == number
+        assert len(alive) <= 2
+        names.append(result.name)
+    assert names == ["image", "image_2", "image_3", "image_4", "image_5"]

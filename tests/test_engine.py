@@ -433,14 +433,28 @@ def test_impossible_test_settings_are_refused(setting: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "gpu"}, "device 'gpu' is unknown; write cpu, cuda, cuda:N or auto"),
+        ({"device": "gpu"}, "device 'gpu' is unknown; write cpu, cuda, cuda:N, mps or auto"),
         ({"device": "meta"}, "device 'meta' is unknown"),
+        ({"device": "mps"}, "torch finds no Apple GPU"),
         ({"threads": 0}, "threads is 0; give a positive number"),
     ],
 )
-def test_impossible_devices_are_refused(options: dict[str, Any], message: str) -> None:
+def test_impossible_devices_are_refused(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     with pytest.raises(UserError, match=message):
         Runtime(**options)
+
+
+def test_an_apple_gpu_computes_in_float32_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    runtime = Runtime("mps")
+    assert (runtime.device.type, runtime.precision) == ("mps", torch.float32)
+    for precision in ("bfloat16", "float16"):
+        with pytest.raises(UserError, match="on mps only float32 is supported"):
+            Runtime("mps", precision)  # type: ignore[arg-type]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="several processes cannot share it"):
+        Runtime("mps")
 
 
 def test_training_without_momentum_and_with_clipping(tmp_path: Path) -> None:

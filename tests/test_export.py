@@ -248,3 +248,32 @@ def test_the_guides_example_runs(onnx_file: Path, tmp_path: Path, monkeypatch: p
     expected = load(onnx_file).predict("photo.jpg").ids
     assert (np.asarray(Image.open("mask.png")) != expected).mean() < 1e-3
     assert len(np.unique(expected)) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stride": "0"}, "its stride is 0"), ({"stride": "-8"}, "stride is -8"), ({"stride": "3"}, "stride is 3"),
+        ({"unit": "100000000"}, "its unit is 100000000|its stride is"), ({"finer": "0"}, "0 times finer"),
+        ({"finer": "2"}, "do not fit its description"), ({"num_outputs": "1000000000"}, "1000000000 outputs for 3"),
+        ({"num_outputs": "4"}, "do not fit its description"), ({"increments": "[]"}, "outputs for 0 classes"),
+        ({"test_size": "1000000000000000000"}, "its test size is"), ({"palette": "[[0,0,0]," * 9}, "is damaged"),
+        ({"method": '{"name": "planted:M"}'}, "name it yourself"), ({"increments": '[{"classes": 1}]'}, "is damaged"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_description_that_does_not_fit_is_refused(
+    onnx_file: Path, tmp_path: Path, change: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import onnx
+
+    model = onnx.load(onnx_file)
+    for entry in model.metadata_props:
+        entry.value = change.get(entry.key, entry.value)
+    onnx.save(model, tmp_path / "changed.onnx")
+    photo(40, 30).save(tmp_path / "a.png")
+    argv = ["predict", str(tmp_path / "changed.onnx"), str(tmp_path / "a.png"), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error), error
+    assert error.count("\n") == 1

@@ -309,6 +309,19 @@ def test_a_prediction_is_given_up_at_its_deadline(predictor):
     assert replace(predictor, deadline=time.monotonic() + 60).predict(picture()).labels.shape == (48, 64)
 
 
+@pytest.mark.parametrize("scale", [1e38, 1e30])
+def test_a_model_whose_scores_are_not_finite_is_refused(tmp_path, scale, capsys):
+    """Its weights are finite, and the command ended with exit 0."""
+    model, about = load_segmenter(save_model(tmp_path / "m.safetensors"))
+    with torch.no_grad():
+        model.aspp.mix.weight.mul_(scale)
+        model.aspp.norm.weight.mul_(scale)
+    save_segmenter(tmp_path / "m.safetensors", model, about)
+    picture().save(tmp_path / "a.png")
+    with pytest.raises(UserError, match="makes of an image is not finite"):
+        run(tmp_path / "m.safetensors", tmp_path / "a.png", "--out", tmp_path / "out")
+
+
 def test_memory_is_bounded_for_thin_images(model_file, tmp_path):
     """Measured in a process of its own: 64 million pixels in one row took 20 GB."""
     Image.new("L", (64_000_000, 1)).save(tmp_path / "refused.png")

@@ -25,7 +25,7 @@ ROWS = (
     ("engine", "presets"),
     ("methods",),
     ("data", "models"),
-    ("protocol", "losses", "metrics"),
+    ("protocol", "losses", "metrics", "hub"),
     ("outputs",),
     ("io",),
     ("types", "settings"),

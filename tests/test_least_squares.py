@@ -14,11 +14,13 @@ from incseg.losses.least_squares import (
     FEWEST,
     Sums,
     cell_targets,
+    double,
     fill_background,
     label_weights,
     log_odds,
     packed,
     unpacked,
+    with_doubles,
 )
 from incseg.outputs.evidential import odds_evidence_probabilities
 from incseg.types import IGNORE
@@ -159,3 +161,10 @@ def test_odds_become_evidence_whose_uncertainty_is_background() -> None:
     assert torch.allclose(found.sum(1), torch.ones(40, dtype=torch.float64))
     assert torch.equal(found[:, 1:] > found[:, :1], odds > 0)
     assert odds_evidence_probabilities(torch.zeros(1, 1))[0, 0] == 0.5
+
+
+def test_sums_of_an_apple_gpu_are_on_the_cpu() -> None:
+    """mps has no float64."""
+    assert {part.device.type for part in vars(Sums.zero(3, 2, "mps")).values()} == {"cpu"}
+    assert with_doubles("cuda:1") == torch.device("cuda:1")
+    assert double(torch.ones(2)).dtype == torch.float64

@@ -259,3 +259,15 @@ def test_new_classes_are_said_as_boldly_as_is_right(score: float, wanted: float)
     assert (after[:, :, 16:] == 2).all()
     assert torch.equal(after[:, :, :16], before[:, :, :16])
     assert float(model.classifiers[1].get_parameter("bias").detach()) == shift
+
+
+def test_without_the_class_of_a_head_the_head_is_gone_too(saved: Path, tmp_path: Path) -> None:
+    """Else the file would describe a head that nothing reads, and could not be loaded."""
+    model, about = load_segmenter(saved)
+    model.remove("c")
+    save_segmenter(tmp_path / "less.safetensors", model, about)
+    less, _ = load_segmenter(tmp_path / "less.safetensors")
+    assert (len(less.heads), len(less.shrinks)) == (0, 1)
+    images = torch.rand(1, 3, 64, 96)
+    with torch.no_grad():
+        assert torch.equal(less.scores(images), model.eval().scores(images))

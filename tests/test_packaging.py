@@ -41,6 +41,7 @@ def test_imports_are_declared() -> None:
         | declared("tensorboard")
         | declared("timm")
         | declared("onnx")
+        | declared("hub")
         | declared("ray")
         | declared("slurm")
     )
@@ -58,3 +59,9 @@ def test_the_package_is_typed_and_its_version_is_the_same_everywhere() -> None:
     assert f"\nversion: {incseg.__version__}\n" in citation
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## ([\d.]+)", changes, re.MULTILINE)[0] == incseg.__version__
+
+
+def test_the_licence_of_every_dependency_is_listed() -> None:
+    needed = set().union(*map(declared, ("dependencies", "imagenet", "tensorboard", "timm", "onnx")))
+    page = (ROOT / "docs/reference/licences.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (\w+) \|", page, re.MULTILINE)) - {"package"} == needed

@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ccp", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--photographs", type=int, default=24)
+    parser.add_argument("--photographs", type=int, default=40)
     args = parser.parse_args()
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
@@ -107,11 +107,12 @@ def at_once(work: Path, commands: Sequence[tuple[str, list[str]]]) -> dict[str, 
 
 _PAGE = """# Extensions at the same time
 
-Made by `tools/load_extend.py`: a model of two classes is extended by one, from {photographs} real photographs at
-shorter side {size}, by several processes at once, one thread each, on two cores. The machine was busy with other work.
-Processor seconds and memory are of the processes themselves; seconds of the clock are not those of a quiet machine.
+Made by `tools/load_extend.py --photographs {photographs}`: a model of two classes is extended by one, from real
+photographs at shorter side {size}, by several processes at once, one thread each, on two cores. The machine was busy
+with other work. Processor seconds and memory are of the processes themselves; seconds of the clock are not those of a
+quiet machine.
 
-| at once | features cached | seconds | throughput, 1 at once = 1 | processor seconds each | memory each, MB |
+| at once | features cached | seconds | processor seconds each | alone = 1 | memory each, MB |
 |---:|---|---:|---:|---:|---:|
 {rows}
 
@@ -122,14 +123,15 @@ of the photographs have {cache:.1f} MB.
 
 def page(record: dict[str, Any]) -> str:
     rows = []
-    alone = {run["features_cached"]: run["seconds"] for run in record["runs"] if run["at_once"] == 1}
-    for run in record["runs"]:
+    alone = {run["features_cached"]: run["cpu_seconds"][0] for run in record["runs"] if run["at_once"] == 1}
+    for run in sorted(record["runs"], key=lambda run: (run["features_cached"], run["at_once"])):
+        each = statistics.mean(run["cpu_seconds"])
         cells = [
             run["at_once"],
             "yes" if run["features_cached"] else "no",
             f"{run['seconds']:.0f}",
-            f"{run['at_once'] / run['seconds'] * alone[run['features_cached']]:.2f}",
-            f"{statistics.mean(run['cpu_seconds']):.0f}",
+            f"{each:.1f}",
+            f"{each / alone[run['features_cached']]:.2f}",
             max(run["megabytes"]),
         ]
         rows.append(f"| {' | '.join(map(str, cells))} |")

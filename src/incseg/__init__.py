@@ -15,14 +15,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from incseg.api import Run, extend, train
+    from incseg.api import Run, evaluate, extend, push, remove, to_onnx, train
     from incseg.inference import Predictor, Result, load
     from incseg.methods.base import Method
     from incseg.protocol import Protocol
     from incseg.types import UserError
 
 __version__ = "0.2.0"
-__all__ = ["Method", "Predictor", "Protocol", "Result", "Run", "UserError", "__version__", "extend", "load", "train"]
+__all__ = [
+    "Method", "Predictor", "Protocol", "Result", "Run", "UserError", "__version__",
+    "evaluate", "extend", "load", "push", "remove", "to_onnx", "train",
+]  # fmt: skip
 
 _MODULES = {
     "Method": "incseg.methods.base",
@@ -31,8 +34,12 @@ _MODULES = {
     "Result": "incseg.inference",
     "Run": "incseg.api",
     "UserError": "incseg.types",
+    "evaluate": "incseg.api",
     "extend": "incseg.api",
     "load": "incseg.inference",
+    "push": "incseg.api",
+    "remove": "incseg.api",
+    "to_onnx": "incseg.api",
     "train": "incseg.api",
 }
 

@@ -1,4 +1,4 @@
-"""Train and extend models from Python, with the settings of the commands of the same names."""
+"""What the commands do, from Python: train, extend, remove, evaluate, export, push."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ import contextlib
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from incseg import extension
+from incseg.cli.eval import splits_to_test
+from incseg.cli.push import push as push_model
+from incseg.cli.remove import remove as remove_classes
 from incseg.cli.settings import by_dotted_name, resolve
+from incseg.config import load_run_config
+from incseg.data import build_source
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
-from incseg.inference import Predictor, load
+from incseg.export import export_onnx
+from incseg.inference import ONNX_SUFFIX, Predictor, load
 from incseg.io import read_record, trust_named
 from incseg.methods.base import Method
 from incseg.metrics import FIGURES, percent
 from incseg.presets import FITS_OBJECTS
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words
+from incseg.run import evaluate as evaluate_run
 from incseg.run import fit_size
 from incseg.run import train as train_run
+from incseg.score import score
 from incseg.types import UserError
 
 StrPath = str | os.PathLike[str]
@@ -153,14 +161,13 @@ def extend(
         >>> run.model().classes
         ('background', 'person', 'helmet')
     """
-    file = model.folder if isinstance(model, Run) else model.info["file"] if isinstance(model, Predictor) else model
     given = by_dotted_name(settings)
     trust_named(value for value in (*given.values(), data, _name(method)) if isinstance(value, str))
     for name in given:
         if not name.startswith(extension.SETTINGS):
             raise UserError(f"unknown setting '{name}' of an extension; allowed are {', '.join(extension.SETTINGS)}")
     request = extension.Request(
-        model=file,
+        model=_file(model),
         out=os.path.expanduser(out),
         resolve=lambda defaults: resolve(given, defaults),
         given=frozenset(given),
@@ -184,6 +191,102 @@ def extend(
         report = extension.extend(tries, Path(request.out), train_images=plan.train_images)
     taken = next((one for one in tries if one.recipe.name == report.get("recipe")), tries[0])
     return Run(Path(request.out), taken.config.method["name"])
+
+
+def remove(model: StrPath | Predictor | Run, classes: str | Sequence[str], out: StrPath) -> Predictor:
+    """Write a model without some of its classes, like `incseg remove`, and return it. No images are needed.
+
+    out: the .safetensors file to write.
+
+    Example:
+        >>> incseg.remove("runs/more", ["helmet"], "without.safetensors").classes
+        ('background', 'person')
+    """
+    file = Path(out).expanduser()
+    remove_classes(_file(model), classes, file)
+    return load(file, method=_own_method(model))
+
+
+def evaluate(
+    model: StrPath | Predictor | Run,
+    *,
+    data: str | None = None,
+    root: StrPath | None = None,
+    split: Literal["train", "val", "all"] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Test a model on labelled photographs, or a run on its own test images, like `incseg eval`.
+
+    data, root: the dataset; classes are matched by name, photographs are predicted whole. Without `data` the last step
+                of a run is tested again, on its own dataset, which may have moved to `root`.
+    split:      with `data`: val, train or all; by default val, and all where the dataset does not name its val.
+    options:    other options of the model's method for this test, such as balancing="odds".
+
+    Example:
+        >>> incseg.evaluate("runs/mine", data="folder", root="photographs")["classes"]["helmet"]["iou"]
+        61.8
+    """
+    if data is not None:
+        predictor = model if isinstance(model, Predictor) else load(_file(model), method=_own_method(model))
+        source = build_source(data, _path(root))
+        return score(predictor.with_options(**options) if options else predictor, source, splits_to_test(source, split))
+    if split is not None or isinstance(model, Predictor):
+        raise UserError("give data and root, the dataset to test on; only a run folder knows its own")
+    folder = model.folder if isinstance(model, Run) else Path(model).expanduser()
+    overrides = {"data": replace(load_run_config(folder).data, root=_path(root))} if root is not None else {}
+    return evaluate_run(folder, None, options, overrides)
+
+
+def to_onnx(model: StrPath | Predictor | Run, out: StrPath, check: bool = True) -> Path:
+    """Write a model as an ONNX file, like `incseg export`, and return the file.
+
+    The options of prediction of a Predictor (`with_options`) become part of the file.
+    check: write the file only if onnxruntime and PyTorch agree.
+
+    Example:
+        >>> incseg.to_onnx("runs/mine", "mine.onnx")
+    """
+    file = Path(out).expanduser()
+    if file.suffix != ONNX_SUFFIX:
+        raise UserError(f"out is '{out}'; give a file name that ends in {ONNX_SUFFIX}")
+    on_cpu = load(_file(model), device="cpu", method=_own_method(model))
+    export_onnx(replace(on_cpu, method=model.method) if isinstance(model, Predictor) else on_cpu, file, check)
+    return file
+
+
+def push(
+    model: StrPath | Predictor | Run,
+    repo: str,
+    *,
+    out: StrPath | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    license: str = "unknown",
+) -> str:
+    """Upload a model and its card to the Hugging Face Hub, like `incseg push`. Return its address for `load`.
+
+    repo: owner/name, created if it does not exist. `private` creates a private one.
+    out:  upload nothing, write the two files to this folder.
+
+    Example:
+        >>> incseg.push("runs/mine", "me/helmets", license="apache-2.0")
+        'hf://me/helmets'
+        >>> incseg.load("hf://me/helmets").predict("new.jpg")
+    """
+    folder = None if out is None else Path(out).expanduser()
+    return push_model(_file(model), repo, folder, private, revision, license, None)
+
+
+def _file(model: StrPath | Predictor | Run) -> StrPath:
+    """Return the run folder or file of a model."""
+    return model.folder if isinstance(model, Run) else model.info["file"] if isinstance(model, Predictor) else model
+
+
+def _own_method(model: StrPath | Predictor | Run) -> str | None:
+    """Return the method of a model that is in use here, so that one of one's own need not be named again."""
+    if isinstance(model, Predictor):
+        return str(model.info["method"]["name"])
+    return model.method if isinstance(model, Run) else None
 
 
 def _path(path: StrPath | None) -> str | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from incseg.data import OWN, SOURCES, detected
+from incseg.engine.curves import logger_names
 from incseg.engine.evaluator import EvalConfig
 from incseg.engine.rundir import RunDir, flatten, read_config
 from incseg.engine.runtime import Precision
@@ -96,11 +97,13 @@ class RunConfig:
             classes of the dataset to add, joint for all others (incseg extend sets all this).
         seed: seed of all random numbers.
         out: run folder; empty for a folder in runs/ named by the settings.
-        device: cpu, cuda, cuda:N or auto.
+        device: cpu, cuda, cuda:N, mps or auto.
         precision: auto, float32, bfloat16 or float16; auto is float32 on the CPU.
         threads: number of CPU threads of torch; empty for torch's own choice.
         reuse: load a step from the cache if it was trained before by the same recipe (data, model, method, schedule,
             seed), and add the steps of this run to the cache.
+        log: where the curves of losses and scores go: tensorboard (if it is installed), wandb, trackio, several with
+            commas, or none.
         table: classes prints one row per class, steps prints Base / New / All / Inc and the label rules; auto is
             classes for one's own photographs and steps for benchmarks.
         data: the dataset.
@@ -122,6 +125,7 @@ class RunConfig:
     precision: Precision = "auto"
     threads: int | None = _machine(None)
     reuse: bool = _machine(False)
+    log: str = _machine("tensorboard")
     table: Literal["auto", "classes", "steps"] = _machine("auto")
     data: DataConfig = field(default_factory=DataConfig)
     method: dict[str, Any] = field(default_factory=lambda: {"name": "evidential"})
@@ -132,6 +136,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}; give a number from 0")
+        logger_names(self.log)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as config.yaml holds them."""

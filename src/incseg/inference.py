@@ -240,8 +240,13 @@ class Predictor:
     def _predict_each(self, images: Iterable[ImageLike], *options: Any) -> Iterator[Result]:
         """The results of one call have names that differ, so that they can be saved in one folder."""
         taken: set[str] = set()
+        frames = 0  # images without a file are numbered: the frames of a video may go on for ever
         for image in images:
-            yield self._predict(image, distinct_name(name_of(image), taken), *options)
+            name = distinct_name(name_of(image), taken) if _file_of(image) else ""
+            if not name:
+                frames += 1
+                name = "image" if frames == 1 else f"image_{frames}"
+            yield self._predict(image, name, *options)
 
     def _predict(
         self, image: ImageLike, name: str, size: int | None, tile: int | None, probabilities: bool, longest: int | None
@@ -353,10 +358,11 @@ def load(
     threads: int | None = None,
     method: str | None = None,
 ) -> Predictor:
-    """Return a model, ready to predict, from a model file, a folder steps/K, an .onnx file, or a run folder.
+    """Return a model, ready to predict, from a model file, a folder steps/K, an .onnx file, a run folder, the name of a
+    model that comes with incseg, or the Hugging Face Hub (hf://owner/name or hf://owner/name@revision).
 
     step:    which step of a run folder; None for the last that is finished.
-    device:  cpu, cuda, cuda:N or auto; an .onnx file runs on the CPU.
+    device:  cpu, cuda, cuda:N, mps or auto; an .onnx file runs on the CPU.
     threads: of the CPU; None for torch's own choice.
     method:  for a model trained by a method from outside incseg, its package.module:Class once more: a model file
              alone never makes code be imported.
@@ -466,8 +472,11 @@ def _kind_of(value: object) -> str:
 
 def name_of(image: ImageLike) -> str:
     """Return the stem of an image's file, or "image" for one without."""
-    file = image if isinstance(image, str | os.PathLike) else getattr(image, "filename", "")
-    return Path(file).stem or "image"
+    return Path(_file_of(image)).stem or "image"
+
+
+def _file_of(image: ImageLike) -> str | os.PathLike[str]:
+    return image if isinstance(image, str | os.PathLike) else getattr(image, "filename", "")
 
 
 def distinct_name(name: str, taken: set[str]) -> str:

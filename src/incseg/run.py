@@ -26,6 +26,7 @@ from incseg.data.sheet import write_sheet
 from incseg.data.source import Source, Split
 from incseg.data.transforms import Mirrored, TrainTransform, frame_for, shown_at, size_for
 from incseg.engine.checkpoint import load_step
+from incseg.engine.curves import Curves, open_curves
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.features import Wanted, feature_store, fill
 from incseg.engine.forgetting import measure_forgetting
@@ -33,7 +34,6 @@ from incseg.engine.progress import counting, log, log_file, log_rows, showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything, started
 from incseg.engine.step_cache import StepCache
-from incseg.engine.tensorboard import TensorBoard
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.engine.warm_start import WarmStart
 from incseg.io import cache_path, tensors_digest, write_json
@@ -298,6 +298,7 @@ def train(config: RunConfig, only_step_0: bool = False) -> dict[str, Any]:
         contextlib.ExitStack() as logged,
     ):
         method = build_method(config.method)
+        curves = open_curves(config.log, folder.root if runtime.is_main else None, config.as_dict())
 
         def prepare() -> tuple[Setup, Segmenter]:
             """Do everything that can fail for a wrong setting before the settings are saved in a folder."""
@@ -317,9 +318,8 @@ def train(config: RunConfig, only_step_0: bool = False) -> dict[str, Any]:
 
         setup, model = runtime.main_first(prepare)
         loaders = setup.loaders(config, model.to(runtime.device), runtime, train=True)
-        board = TensorBoard(folder.tensorboard if runtime.is_main else None)
-        trainer = _trainer(config, setup, method, model, loaders, runtime, folder, board)
-        with contextlib.closing(board):
+        trainer = _trainer(config, setup, method, model, loaders, runtime, folder, curves)
+        with contextlib.closing(curves):
             results = trainer.run(only_step_0)
         if results and setup.warm_start is not None and runtime.is_main:
             improved = setup.warm_start.file if setup.warm_start.improved else None
@@ -342,7 +342,7 @@ def _build(config: RunConfig, method: Method) -> tuple[Setup, Segmenter, list[st
 
 def _trainer(
     config: RunConfig, setup: Setup, method: Method, model: Segmenter, loaders: Loaders, runtime: Runtime,
-    folder: RunDir, board: TensorBoard,
+    folder: RunDir, curves: Curves,
 ) -> Trainer:  # fmt: skip
     protocol, name = setup.protocol, config.method["name"]
     of_the_machine = names_affecting(TrainConfig, "machine")
@@ -356,7 +356,7 @@ def _trainer(
         seed=config.seed,
         runtime=runtime,
         folder=folder,
-        board=board,
+        curves=curves,
         cache=StepCache(cache_path("steps") if config.reuse else None, _recipe(config, setup, model, method, runtime)),
         about={
             "incseg": incseg.__version__,

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from incseg.data.loaders import Keys, Loaded, Loaders
+from incseg.engine.curves import TensorBoard
 from incseg.engine.evaluator import EvalConfig, Evaluator
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
 from incseg.engine.step_cache import StepCache
-from incseg.engine.tensorboard import TensorBoard
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.methods import Evidential
 from incseg.models.segmenter import ModelConfig, Segmenter
@@ -112,7 +112,7 @@ def second_step(
         seed=0,
         runtime=runtime,
         folder=RunDir(folder),
-        board=TensorBoard(None),
+        curves=TensorBoard(None),
         cache=StepCache(None, lambda step: {}),
         about={},
     )

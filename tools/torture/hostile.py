@@ -77,6 +77,11 @@ def png_bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
+def thin_png(width: int, height: int) -> bytes:
+    """A sound PNG of this size, black: it packs to a thousandth."""
+    return encoded(Image.new("L", (width, height)), "png")
+
+
 def text_bomb_png() -> bytes:
     """A PNG whose comment unpacks to 200 MB."""
     whole = encoded(Image.new("RGB", (8, 8)), "png")

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import string
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tools.torture.hostile import (
     png_bomb,
     safetensors_with_header,
     text_bomb_png,
+    thin_png,
 )
 from tools.torture.runs import copy_of_finished, finished
 
@@ -111,7 +113,12 @@ def _images_by_hand() -> dict[str, tuple[str, Callable[[], bytes], str]]:
         "one pixel": ("a.png", drawn("png", width=1, height=1), GOOD),
         "30000 × 10": ("a.png", drawn("png", width=30000, height=10), GOOD),
         "10 × 30000": ("a.png", drawn("png", width=10, height=30000), GOOD),
-        "1 × 60000": ("a.png", drawn("png", width=1, height=60000), GOOD),
+        "100000 × 20": ("a.png", lambda: thin_png(100_000, 20), GOOD),
+        "1 × 60000": ("a.png", drawn("png", width=1, height=60000), BAD),
+        "10⁷ × 1": ("a.png", lambda: thin_png(10**7, 1), BAD),
+        "1 × 10⁷": ("a.png", lambda: thin_png(1, 10**7), BAD),
+        "64 million × 1": ("a.png", lambda: thin_png(64 * 10**6, 1), BAD),
+        "300000 × 100": ("a.png", lambda: thin_png(300_000, 100), BAD),
         "CMYK JPEG": ("a.jpg", drawn("jpg", "CMYK"), GOOD),
         "16-bit grey PNG": ("a.png", drawn("png", "I;16"), GOOD),
         "1-bit PNG": ("a.png", drawn("png", "1"), GOOD),
@@ -253,7 +260,8 @@ def _masks_by_hand() -> dict[str, tuple[Callable[[], bytes], str]]:
         "nothing": (lambda: b"", "cannot be read as an image"),
         "random bytes": (lambda: random.Random(2).randbytes(999), "cannot be read as an image"),
         "cut": (lambda: mask(labels)()[:45], "cannot be read as an image"),
-        "decompression bomb": (lambda: png_bomb(60000), "cannot be read as an image"),
+        "decompression bomb": (lambda: png_bomb(60000), "more than 178,956,970 pixels"),
+        "10⁷ × 1": (lambda: thin_png(10**7, 1), "it is 10000000×1 pixels"),
     }
 
 
@@ -749,6 +757,10 @@ def _model_files() -> dict[str, tuple[Callable[[], bytes], str]]:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
 
+    def overflow(tensors: dict) -> None:
+        for name in ("aspp.mix.weight", "aspp.norm.weight"):
+            tensors[name] *= 1e38
+
     return {
         "nothing": (lambda: b"", "not a safetensors file"),
         "seven bytes": (lambda: b"1234567", "not a safetensors file"),
@@ -846,6 +858,39 @@ def _model_files() -> dict[str, tuple[Callable[[], bytes], str]]:
         "a ragged palette": (_changed_model(extra=_edit(lambda e: {**e, "palette": [[1], [1, 2]]})), "palette|colours"),
         "a test size of text": (_changed_model(extra=_edit(lambda e: {**e, "test_size": "big"})), "test_size|size"),
         "a negative test size": (_changed_model(extra=_edit(lambda e: {**e, "test_size": -5})), "size"),
+        "a test size of a million": (_changed_model(extra=_edit(lambda e: {**e, "test_size": 10**6})), "test size"),
+        "a test size of 10¹⁸": (_changed_model(extra=_edit(lambda e: {**e, "test_size": 10**18})), "test size"),
+        "a width of 30000": (_changed_model(config=_edit(lambda c: {**c, "width": 30_000})), "misshapen"),
+        "dilations of a billion": (
+            _changed_model(config=_edit(lambda c: {**c, "dilations": [10**9] * 3})),
+            "dilations",
+        ),
+        "a larger backbone": (
+            _changed_model(config=_edit(lambda c: {**c, "backbone": "resnet101"})),
+            "misses|misshapen",
+        ),
+        "100000 empty increments": (
+            _changed_model(
+                increments=_edit(lambda i: i + [{"classes": [], "ids": [], "train_images": 0, "head": 0}] * 10**5)
+            ),
+            "no classes",
+        ),
+        "a head for every increment": (
+            _changed_model(increments=_edit(lambda i: [{**one, "head": n} for n, one in enumerate(i)])),
+            "shrunk|misses|damaged",
+        ),
+        "a lone surrogate in a name": (
+            _changed_model(increments=_edit(lambda i: i[0]["classes"].__setitem__(0, "\ud800"))),
+            "characters",
+        ),
+        "a background of text": (_changed_model(background_output='"no"'), "background output"),
+        "a protocol that is a list": (_changed_model(extra=_edit(lambda e: {**e, "protocol": [1]})), "protocol"),
+        "weights that overflow": (_changed_model(overflow), "not finite"),
+        "float8": (_changed_model(lambda t: t.update({first: t[first].to(torch.float8_e5m2)})), "misshapen"),
+        "a header of 20 MB": (
+            lambda: safetensors_with_header({"__metadata__": {"format": "x" * (20 << 20)}}),
+            "header has",
+        ),
         "a missing tensor": (_changed_model(lambda t: t.pop(first)), "misses tensor"),
         "a tensor too many": (_changed_model(lambda t: t.update(more=torch.zeros(1))), "unknown tensor"),
         "a misshapen tensor": (_changed_model(reshape), "misshapen tensor"),
@@ -951,6 +996,9 @@ def _run_folders() -> dict[str, tuple[str, Callable[[Any], None] | bytes | None,
         "config.yaml with a method of text": ("config.yaml", _put("evidential", "method"), "config.yaml|method"),
         "config.yaml with another method": ("config.yaml", _put("nothing", "name", "method"), "nothing"),
         "config.yaml with code to import": ("config.yaml", _put("os:system", "name", "method"), "os:system"),
+        "config.yaml with a method to import": ("config.yaml", _put("helper:M", "name", "method"), "helper:M"),
+        "config.yaml with a generator to import": ("config.yaml", _put("helper:f", "generator", "method"), "helper:f"),
+        "config.yaml with a dataset to import": ("config.yaml", _put("helper:D", "name", "data"), "helper:D"),
         "config.yaml with text for a number": ("config.yaml", _put("many", "epochs", "train"), "config.yaml|epochs"),
         "config.yaml with a list for a number": ("config.yaml", _put([1], "size", "eval"), "config.yaml|size"),
         "config.yaml with text for a seed": ("config.yaml", _put("x", "seed"), "seed"),
@@ -974,7 +1022,8 @@ def _check_run(fault: tuple[str, Callable[[Any], None] | bytes | None, str], fol
     name, change, said = fault
     run = copy_of_finished(folder)
     _apply(run / name, change)
-    where = functools.partial(os.chdir, folder)
+    (folder / "helper.py").write_text("open('made', 'w')\n")
+    where = functools.partial(_into, folder)
     ended = incseg(["eval", run], folder / "cache", where)
     if said:
         ended.refused(said)
@@ -989,6 +1038,12 @@ def _check_run(fault: tuple[str, Callable[[Any], None] | bytes | None, str], fol
         incseg(argv, folder / "cache", where).ended_clearly()
     if (folder / "made").exists():
         raise Lost("a command in the file was run")
+
+
+def _into(folder: Path) -> None:
+    """Work in a folder whose modules can be imported."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
 
 
 def _apply(file: Path, change: Callable[[Any], None] | bytes | None) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 import incseg.demo.server as demo
 from tools.torture.case import Case, Kind, Lost, Running
-from tools.torture.hostile import any_image, damaged, encoded, pickled, png_bomb, text_bomb_png
+from tools.torture.hostile import any_image, damaged, encoded, pickled, png_bomb, text_bomb_png, thin_png
 from tools.torture.runs import copy_of_finished
 
 MUST = {
@@ -193,7 +193,8 @@ def _upload(server: Server, draw: random.Random) -> None:
         lambda: sound, lambda: damaged(sound, draw), lambda: damaged(sound, draw), lambda: draw.randbytes(500),
         lambda: png_bomb(draw.choice([30000, 100000, 2**31 - 1])), text_bomb_png, lambda: b"",
         lambda: pickled(pickle_made), lambda: b"<svg><image href='/etc/passwd'/></svg>",
-        lambda: encoded(Image.new("L", draw.choice([(30000, 10), (10, 30000), (1, 1)])), "png"),
+        lambda: thin_png(*draw.choice([(30000, 10), (10, 30000), (1, 1), (100_000, 20)])),
+        lambda: thin_png(*draw.choice([(10**7, 1), (1, 10**7), (64 * 10**6, 1), (1, 60_000)])),
     ])()  # fmt: skip
     answer = server.raw(post(body, kind=draw.choice(["image/png", "image/jpeg", f"image/{suffix}"])))
     if status(answer) != 200:

@@ -117,5 +117,5 @@ def _names() -> dict[str, Sequence[str]]:
         "--order": list(ORDERS),
         "--model.backbone": list(BACKBONES),
         "--model.weights": ["imagenet"],
-        "--device": ["auto", "cpu", "cuda"],
+        "--device": ["auto", "cpu", "cuda", "mps"],
     }

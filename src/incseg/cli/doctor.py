@@ -24,6 +24,7 @@ _EXTRAS = {
     "tensorboard": ("tensorboard",),
     "timm": ("timm",),
     "onnx": ("onnx", "onnxruntime"),
+    "hub": ("huggingface_hub",),
     "ray": ("ray",),
     "slurm": ("submitit",),
 }
@@ -121,6 +122,8 @@ def _devices() -> Iterator[Finding]:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
+    if torch.backends.mps.is_available():
+        gpus.append("Apple GPU (--device mps)")
     from incseg.engine.runtime import available_cores
 
     yield Finding("devices", "ok", f"{', '.join(gpus) or 'no GPU, so the CPU'}; {available_cores()} cores")

@@ -12,10 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
+from incseg import hub
 from incseg.cli.settings import method_overrides
 from incseg.config import RunConfig, load_run_config, method_options
 from incseg.data import build_source
-from incseg.data.source import SPLITS
+from incseg.data.source import SPLITS, Source, Split
 from incseg.engine.progress import Screen, showing
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
     )
-    parser.add_argument("--device", help="cpu, cuda or auto (default: as in training)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:N, mps or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
     parser.add_argument(
@@ -59,6 +60,10 @@ def run(args: argparse.Namespace) -> int:
         return _on_other_photographs(args)
     if args.split is not None:
         raise UserError("--split is for --data NAME --root DIR; give both, or leave it out")
+    if hub.is_address(args.run):
+        raise UserError(
+            f"'{args.run}' does not have its dataset with it; give photographs to test on: --data and --root"
+        )
     config = load_run_config(args.run)
     options = method_overrides("incseg eval", config.method["name"], args.unknown)
     changed = _changed(config, options) if args.save else {}
@@ -87,9 +92,7 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     options = method_overrides("incseg eval", predictor.info["method"]["name"], args.unknown)
     if options:
         predictor = predictor.with_options(**options)
-    # A folder without lists is split for training; who only tests means all of it.
-    wanted = args.split or ("val" if source.val_given else "all")
-    splits = [split for split in SPLITS if wanted in (split, "all")]
+    splits = splits_to_test(source, args.split)
     console = Console(stderr=args.json, highlight=False)
     with showing(Screen(console)):
         found = score(predictor, source, splits)
@@ -99,6 +102,12 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     return 0
+
+
+def splits_to_test(source: Source, wanted: str | None) -> list[Split]:
+    """Return the splits to test on. A folder without lists is split for training; who only tests means all of it."""
+    wanted = wanted or ("val" if source.val_given else "all")
+    return [split for split in SPLITS if wanted in (split, "all")]
 
 
 def _changed(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from incseg.io import trust_named, unknown
 from incseg.types import UserError
 
 COMMANDS = (
-    "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "remove", "import", "export",
+    "train", "sweep", "eval", "compare", "report", "predict", "demo", "extend", "remove", "import", "export", "push",
     "protocol", "data", "cache", "list", "doctor", "completion",
 )  # fmt: skip
 """Each is a module of this package."""
@@ -127,7 +127,7 @@ _COMMON: dict[str, dict[str, Any]] = {
     },
     "--step": {"metavar": "K", "type": int, "help": "step of the run (default: the last)"},
     "--method": {"metavar": "NAME", "help": "package.module:Class, for models trained by a method of your own"},
-    "--device": {"default": "auto", "help": "cpu, cuda, cuda:N or auto (default: auto)"},
+    "--device": {"default": "auto", "help": "cpu, cuda, cuda:N, mps or auto (default: auto)"},
     "--threads": {"type": int, "help": "CPU threads of torch (default: torch's own choice)"},
 }
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["torch", "onnx"],
         help="runs the network (default: torch, but onnx for .onnx files)",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (default: auto)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, mps or auto (default: auto)")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--probabilities", action="store_true", help="also NAME_probabilities.npy, float16 (C+1, H, W)")
     parser.add_argument(

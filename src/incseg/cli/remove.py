@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from incseg.cli.main import add_common
@@ -26,30 +28,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.out.suffix != ".safetensors":
-        raise UserError(f"--out is '{args.out}'; give a file name that ends in .safetensors")
-    require_file_name(args.out)
-    file = model_file(Path(args.model).expanduser(), args.step)
-    if args.out.exists():
-        raise UserError(f"'{args.out}' exists already and would be overwritten; give another --out")
+    left, gone, near = remove(args.model, args.classes, args.out, args.step)
+    print(f"{args.out} knows {len(left)} classes: {', '.join(left)}")
+    if near:
+        print(f"where {', '.join(gone)} was found, {', '.join(near)} may change a little; all else stays as it is")
+    print(f"next: incseg predict {args.out} IMAGE… --out DIR")
+    return 0
+
+
+def remove(
+    path: str | os.PathLike[str], classes: str | Sequence[str], out: Path, step: int | None = None
+) -> tuple[list[str], list[str], list[str]]:
+    """Write a model without some of its classes; a text may name several, with commas.
+
+    Return the names of the other classes, of the removed ones, and of the others that may change a little.
+    """
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out is '{out}'; give a file name that ends in .safetensors")
+    require_file_name(out)
+    file = model_file(Path(path).expanduser(), step)
+    if out.exists():
+        raise UserError(f"'{out}' exists already and would be overwritten; give another --out")
     model, about = load_segmenter(file)
     known = [name for increment in model.increments for name in increment.classes]
-    names = [args.classes] if args.classes in known else [n.strip() for n in args.classes.split(",") if n.strip()]
-    for name in names:
+    if isinstance(classes, str):
+        classes = [classes] if classes in known else [n.strip() for n in classes.split(",") if n.strip()]
+    for name in classes:
         require_known("class", name, known)
-    if not names or len(set(names)) == len(known):
-        raise UserError(f"'{args.classes}' names all classes or none; choose some of {', '.join(known)}")
+    if not classes or len(set(classes)) == len(known):
+        raise UserError(f"'{', '.join(classes)}' names all classes or none; choose some of {', '.join(known)}")
     touched: list[str] = []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(classes):
         touched += model.solved_against(name)
         label = model.remove(name)
         if label < len(about.get("palette", [])):
             del about["palette"][label]
-    save_segmenter(args.out, model, about)
+    save_segmenter(out, model, about)
     left = [name for increment in model.increments for name in increment.classes]
-    print(f"{args.out} knows {len(left)} classes: {', '.join(left)}")
-    if near := [name for name in left if name in touched]:
-        gone = ", ".join(dict.fromkeys(names))
-        print(f"where {gone} was found, {', '.join(near)} may change a little; all else stays as it is")
-    print(f"next: incseg predict {args.out} IMAGE… --out DIR")
-    return 0
+    return left, list(dict.fromkeys(classes)), [name for name in left if name in touched]

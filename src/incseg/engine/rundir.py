@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 import incseg
+from incseg import hub
 from incseg.io import (
     FolderLock,
     is_hidden_own,
@@ -218,13 +219,18 @@ class RunDir:
 
 
 def model_file(path: Path, step: int | None = None) -> Path:
-    """Return the model file that a path from the user stands for, or the name of a model that comes with incseg."""
+    """Return the model file of a path from the user, of a model that comes with incseg, or of one on the hub."""
+    if hub.is_address(path):
+        if step is not None:
+            raise UserError(f"step {step} was asked for, but '{path}' is one model; leave --step out")
+        return hub.download(path)
     if not path.exists():
         if str(path) in box_names():
             return boxed_model(str(path))
         ready = ", ".join(box_names())
         raise UserError(
-            f"'{path}' does not exist; give a run folder, one of its steps, a model file, or a ready model ({ready})"
+            f"'{path}' does not exist; give a run folder, one of its steps, a model file, hf://owner/name, or a ready "
+            f"model ({ready})"
         )
     _require_models(path)
     run = RunDir(path)

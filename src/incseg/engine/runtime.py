@@ -41,6 +41,8 @@ class Runtime:
                 raise UserError(f"threads is {threads}; give a positive number, or leave it out for torch's own choice")
             torch.set_num_threads(threads)
         self.precision = _pick_precision(precision, self.device)
+        if self.world > 1 and self.device.type == "mps":
+            raise UserError("device mps has one GPU, so several processes cannot share it; start one, or use cpu")
         self._owns_group = False
         if self.world > 1 and not dist.is_initialized():
             store = dist.PrefixStore(*_rendezvous())
@@ -244,8 +246,10 @@ def _pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"device '{name}' is unknown; write cpu, cuda, cuda:N or auto")
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"device '{name}' is unknown; write cpu, cuda, cuda:N, mps or auto")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device mps was requested, but torch finds no Apple GPU (Metal) here; use --device cpu")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError(
@@ -266,6 +270,8 @@ def _pick_precision(precision: Precision, device: torch.device) -> torch.dtype:
         if device.type != "cuda":
             return torch.float32  # lower precision gains nothing on the CPUs we measured
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.type == "mps" and precision != "float32":
+        raise UserError(f"precision is {precision}, but on mps only float32 is supported; leave it out")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
 
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from incseg.data.loaders import EpochOrder, Loaders
 from incseg.engine.calibration import score_on_held_out
 from incseg.engine.checkpoint import Progress, SavedStep, load_checkpoint, load_step, save_checkpoint
+from incseg.engine.curves import Curves
 from incseg.engine.evaluator import Evaluator
 from incseg.engine.progress import log, log_rows, show_progress, with_progress
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime, seed_everything
 from incseg.engine.step_cache import StepCache
-from incseg.engine.tensorboard import TensorBoard
 from incseg.io import write_array, write_record, write_tensors
 from incseg.losses.means import normalised
 from incseg.methods.base import HeldOutScore, Method, StepContext, StepImages
@@ -156,7 +156,7 @@ class Trainer:
     seed: int
     runtime: Runtime
     folder: RunDir
-    board: TensorBoard
+    curves: Curves
     cache: StepCache
     about: dict[str, Any]
     """The metadata of the model files."""
@@ -348,7 +348,7 @@ class Trainer:
                 means = "  ".join(f"{name} {value:.3f}" for name, value in progress.mean_losses.items())
                 advance(1, f"epoch {iteration // per_epoch + 1}/{epochs}  {means}")
                 if progress.iteration % per_epoch == 0:
-                    self.board.losses(
+                    self.curves.losses(
                         progress.mean_losses, self._epochs_before(step.index) + progress.iteration // per_epoch
                     )
                 if self.runtime.any(stop.is_set()):
@@ -460,7 +460,7 @@ class Trainer:
         self.folder.require_there()
         write_record(self.folder.row(step.index), row)
         self.folder.checkpoint.unlink(missing_ok=True)
-        self.board.row(row, self._epochs_before(step.index + 1))
+        self.curves.row(row, self._epochs_before(step.index + 1))
         log_rows(self.title, self._rows(step.index + 1), self.notes, self.class_images)
 
     def _rows(self, done: int) -> list[dict[str, Any]]:

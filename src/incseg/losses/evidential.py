@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from incseg.losses.least_squares import double
 from incseg.outputs.evidential import RELU_FLOOR, Dirichlet, Rectifier, dirichlet, log_one_plus
 from incseg.types import BACKGROUND, IGNORE
 
@@ -107,10 +108,10 @@ def inverse_frequency_weights(counts: Tensor, power: float) -> Tensor:
 
     With power 0 all pixels have the same weight; with power 1 all labels have the same total weight.
     """
-    counts = counts.double().clone()
+    device, counts = counts.device, double(counts).clone()
     counts[IGNORE] = 0
     weights = torch.where(counts > 0, counts.clamp(min=1).pow(-power), torch.zeros_like(counts))
-    return (weights * counts.sum() / (weights * counts).sum().clamp(min=1e-12)).float()
+    return (weights * counts.sum() / (weights * counts).sum().clamp(min=1e-12)).float().to(device)
 
 
 def fits(*scores: Tensor) -> bool:

@@ -36,7 +36,7 @@ class Sums:
     @staticmethod
     def zero(columns: int, labels: int, device: torch.device | str = "cpu") -> Sums:
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
+            return torch.zeros(*shape, dtype=torch.float64, device=with_doubles(device))
 
         return Sums(zeros(columns, columns), zeros(labels, columns), zeros(labels))
 
@@ -52,12 +52,10 @@ class Sums:
         parts = [weighted[:, a:b] for a, b in pairwise(edges)]
         for i, rows in enumerate(parts):
             for j in range(i, len(parts)):
-                self.gram[edges[i] : edges[i + 1], edges[j] : edges[j + 1]] += rows.T @ parts[j]
-        self.cross += (targets * root).T @ weighted
-        label = targets.argmax(1)
-        self.counts += torch.bincount(
-            label, weights=(torch.ones_like(weights) if cells is None else cells).double(), minlength=len(self.counts)
-        )
+                self.gram[edges[i] : edges[i + 1], edges[j] : edges[j + 1]] += (rows.T @ parts[j]).to(self.gram.device)
+        self.cross += ((targets * root).T @ weighted).to(self.cross.device)
+        label, number = targets.argmax(1), torch.ones_like(weights) if cells is None else cells
+        self.counts += torch.bincount(label.to(self.counts.device), weights=double(number), minlength=len(self.counts))
 
     def __add__(self, other: Sums) -> Sums:
         """Both together; the one with fewer labels has seen no cell of the others."""
@@ -98,6 +96,17 @@ class Sums:
         return torch.cholesky_solve(self.cross.T, torch.linalg.cholesky(gram)).T
 
 
+def with_doubles(device: torch.device | str) -> torch.device:
+    """Return the device where the float64 sums of a device are: itself, or the CPU for mps, which has no float64."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def double(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, on a device that has it."""
+    return tensor.to(with_doubles(tensor.device)).double()
+
+
 def packed(gram: Tensor) -> Tensor:
     """The upper triangle of a symmetric (D, D) matrix, row by row."""
     rows, columns = torch.triu_indices(len(gram), len(gram), device=gram.device)
@@ -117,7 +126,7 @@ def label_weights(counts: Tensor, power: float) -> Tensor:
 
     power 0 weighs all cells alike. With power 1 every label weighs as much as every other, however rare.
     """
-    return (counts.double().clamp(min=FEWEST) / FEWEST).pow(-power)
+    return (double(counts).clamp(min=FEWEST) / FEWEST).pow(-power)
 
 
 def cell_targets(labels: Tensor, height: int, width: int, num_labels: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incseg.losses.least_squares import Sums, log_odds, packed, unpacked
+from incseg.losses.least_squares import Sums, double, log_odds, packed, unpacked
 from incseg.outputs.evidential import Rectifier, odds_log_probabilities
 from incseg.types import BACKGROUND
 
@@ -147,8 +147,8 @@ class ClosedForm(nn.Module):
         for label, name in enumerate(names, start=first):
             if name in self.waiting:
                 place = self.waiting.index(name)
-                cross[label] += self.waiting_cross[place]
-                counts[label] += self.waiting_counts[place]
+                cross[label] += double(self.waiting_cross[place])
+                counts[label] += double(self.waiting_counts[place])
         return Sums(sums.gram, cross, counts)
 
     def nothing_waits(self) -> None:
@@ -162,7 +162,7 @@ class ClosedForm(nn.Module):
 
     def sums(self) -> Sums:
         size = self.design.columns + 1
-        return Sums(unpacked(self.gram.double(), size), self.cross.double(), self.counts.double())
+        return Sums(unpacked(double(self.gram), size), double(self.cross), double(self.counts))
 
     def take(self, sums: Sums) -> None:
         """Store these sums."""

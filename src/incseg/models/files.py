@@ -27,6 +27,7 @@ _LATER_FIELDS = ("classifier", "sharpen")
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """A torch.save archive, and plain pickles of protocols 2 to 5."""
 MOST_TEST_SIZE = 10_000
+MOST_WIDTH = 2**16
 MOST_DILATION = 512
 """Of the head's convolutions: an image is padded by as much."""
 
@@ -235,6 +236,8 @@ def read_config(fields: dict[str, Any]) -> ModelConfig:
     """Return a configuration from its JSON form."""
     require_types(ModelConfig, fields)
     config = ModelConfig(**fields)
+    if not 1 <= config.width <= MOST_WIDTH:
+        raise ValueError(f"its width is {config.width}; it is from 1 to {MOST_WIDTH}")
     if config.dilations is not None:
         small, medium, large = config.dilations  # JSON has lists only
         if not all(1 <= dilation <= MOST_DILATION for dilation in config.dilations):

@@ -263,7 +263,7 @@ class Segmenter(nn.Module):
         names = [n for increment in self.increments for n in increment.classes]
         label = 1 + names.index(name)
         place = next(i for i, increment in enumerate(self.increments) if name in increment.classes)
-        increment, own = self.increments[place], self.increments[place].classes.index(name)
+        increment, row = self.increments[place], self.increments[place].classes.index(name)
         form = self.closed_form
         if form is not None and label < form.num_labels:
             if to_learn_further:
@@ -273,7 +273,7 @@ class Segmenter(nn.Module):
         for head in self.heads:
             if isinstance(head, Addition):
                 head.drop_label(label)
-        keep = [i for i in range(len(increment.classes)) if i != own]
+        keep = [i for i in range(len(increment.classes)) if i != row]
         classifier = self.classifiers[place]
         if isinstance(classifier, Classifier):
             first = classifier.out_channels - len(increment.classes)  # 1 where it has the background's output, too
@@ -288,7 +288,8 @@ class Segmenter(nn.Module):
             self.increments[place] = replace(increment, classes=classes, ids=tuple(increment.ids[i] for i in keep))
         else:
             del self.increments[place], self.classifiers[place]
-            if increment.beside:
+            own = increment.head and not increment.solved and all(i.head != increment.head for i in self.increments)
+            if increment.beside or own:
                 del self.heads[increment.head - 1], self.shrinks[increment.head]
                 self.increments = [
                     replace(i, head=i.head - 1) if i.head > increment.head else i for i in self.increments

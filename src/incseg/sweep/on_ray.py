@@ -8,7 +8,9 @@ step, which Ray hands to the runs that wait for it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -104,11 +106,10 @@ class Ray:
 
     def _needs(self, job: Job, resources: dict[str, float]) -> dict[str, float]:
         wants_gpu = job.config.get("device") != "cpu" and resources.get("GPU", 0) > 0
-        needs = {
+        return {
             "num_cpus": self.cpus if self.cpus is not None else job.config.get("threads") or 1,
             "num_gpus": self.gpus if self.gpus is not None else float(wants_gpu),
         }
-        return needs
 
     def _end(self, ray: Any, sweep: Sweep, reference: Any, task: Task, ended: Ended) -> None:
         try:
@@ -123,25 +124,32 @@ class Ray:
 
 def make_on_node(place: Place, task: Task, before: Made | None) -> Made:
     """Do a task on a node of the cluster."""
+    os.environ.update(place.variables)  # the caches too must be those of the command
     shared = _read(place.root / ".sweep" / ".token") == place.token
-    sweep = Sweep(place.root if shared else cache_path("sweeps") / place.token)
+    sweep = Sweep(place.root if shared else _own_folder(place, task))
     if not shared:
         sweep.add(task.jobs)
+        sweep.retry_failed()  # what the command sends is to be tried
     if before is not None and before.step is not None:
         unpack(before.step, cache_path("steps"))
-    variables = {**place.variables, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Ray sets it
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Ray sets it
     cwd = place.cwd if place.cwd.is_dir() else None
-    attempts = Attempts(sweep, lambda job: variables, place.program, cwd)
-    outcome = attempts.perform_in_time(task)
+    outcome = Attempts(sweep, lambda job: threads, place.program, cwd).perform_in_time(task)
     if outcome == "stopped":  # not by us: the node is going down
         raise InterruptedError(f"{task.name} was stopped on its node")
     if shared:
         return Made(outcome)
-    if task.is_base:
-        return Made(outcome, _pack(sweep.root, [sweep.folder(job.name) for job in task.jobs if sweep.failure(job)]),
-                    _trained_step(sweep, task))  # fmt: skip
-    name = task.jobs[0].name
-    return Made(outcome, _pack(sweep.root, [sweep.root / name, sweep.folder(name)]))
+    step = _trained_step(sweep, task) if task.is_base else None
+    sent = [job.name for job in task.jobs if not task.is_base or sweep.failure(job)]
+    files = _pack(sweep.root, [folder for name in sent for folder in (sweep.root / name, sweep.folder(name))])
+    shutil.rmtree(sweep.root, ignore_errors=True)
+    return Made(outcome, files, step)
+
+
+def _own_folder(place: Place, task: Task) -> Path:
+    """Return where a node that does not share the disk works: a folder for these settings alone."""
+    about = json.dumps([place.token, task.is_base, [[job.name, job.config] for job in task.jobs]], sort_keys=True)
+    return cache_path("sweeps") / hashlib.sha256(about.encode()).hexdigest()[:16]
 
 
 def _trained_step(sweep: Sweep, task: Task) -> bytes | None:
