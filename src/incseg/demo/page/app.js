@@ -630,8 +630,8 @@ function inWords({name, marked, held_back: heldBack, seconds, unchanged, iou, pr
   const lines = [`${improved ? "Improved" : "Learnt"} “${name}” from ${photographs} in ${seconds.toFixed(0)} s.`];
   const where = heldBack ? `On ${heldBack} of them, held back to test,` : "There";
   if (!predicted) lines.push(`${where} the model does not find it yet: add photographs, or mark it more exactly.`);
-  else if (iou !== null) lines.push(`${where} its IoU with your mask${marked === 1 ? "" : "s"} is ${iou.toFixed(0)} %.`);
-  if (unchanged !== null) lines.push(`Old classes: ${unchanged.toFixed(1)} % of their pixels are labelled as before.`);
+  else if (iou !== null) lines.push(`${where} its IoU with your mask${marked === 1 ? "" : "s"} is ${iou.toFixed(0)}\u00a0%.`);
+  if (unchanged !== null) lines.push(`Old classes: ${unchanged.toFixed(1)}\u00a0% of their pixels are labelled as before.`);
   return lines.join(" ");
 }
 

@@ -352,7 +352,7 @@ export function openTeaching(of, step, current) {
   document.body.classList.add("teaching");
   window.scrollTo(0, 0);
   say(null);
-  if (photos.length === 0 && current) addPhotos([Object.assign(current.blob, {})].map((blob) => new File([blob], current.name, {type: blob.type})));
+  if (photos.length === 0 && current) addPhotos([new File([current.blob], current.name, {type: current.blob.type})]);
   else render();
 }
 
