@@ -193,7 +193,7 @@ def test_a_class_of_ones_own_is_a_method(tmp_path: Path) -> None:
     assert run.method == "test_api:Mine"
     assert isinstance(run.model(device="cpu").method, Mine)
     assert run.table().splitlines()[0].split() == ["class", "IoU"]
-    # it was named in this process; tests/test_model_files.py has what nobody named
+    # it was named in this process; tests/test_damage.py has what nobody named
     assert isinstance(incseg.load(run.folder, device="cpu").method, Mine)
 
 
