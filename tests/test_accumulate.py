@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, rows_of, small_config
+from small_runs import PYTHON_PATH, TRUST, rows_of, small_config
 from torch import Tensor, nn
 
 from incseg.engine.rundir import RunDir
@@ -132,7 +132,7 @@ def test_two_processes_of_two_micro_batches(tmp_path: Path, whole: dict[str, dic
     fork = f"import test_accumulate as t; t.torch.multiprocessing.start_processes(t.process, ({str(tmp_path)!r},), 2, "
     done = subprocess.run(
         [sys.executable, "-c", f"{fork} start_method='fork')"],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", **TRUST},
         capture_output=True,
         text=True,
         timeout=300,

@@ -27,7 +27,7 @@ def test_every_setting_affects_one_thing() -> None:
     assert set().union(*kinds) == every
     assert sum(map(len, kinds)) == len(every)
     assert settings_affecting("machine") == {
-        "out", "preset", "threads", "reuse", "table", "data.cache", "train.workers", "train.checkpoint_seconds",
+        "out", "preset", "threads", "reuse", "table", "log", "data.cache", "train.workers", "train.checkpoint_seconds",
         "eval.workers", "eval.batch_size",
     }  # fmt: skip
 

@@ -156,7 +156,7 @@ def test_settings_are_plain_values(tmp_path: Path, text: str, said: str) -> None
             r"run/config\.yaml lacks 'data', which every run has; restore it or start",
         ),
         (lambda c: c.pop("method"), "lacks 'method', which"),
-        (lambda c: c.update(method={}), r"lacks 'method\.name', which"),
+        (lambda c: c.update(method={}), r"lacks 'method\.name'"),
         (lambda c: c.update(method="mib"), "holds 'mib' in place of the settings of 'method'"),
         (lambda c: c["train"].update(lr=-1.0), r"config\.yaml: train\.lr is -1\.0"),
     ],

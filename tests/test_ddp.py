@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, reevaluated_row, rows_of, small_config, write_config
+from small_runs import PYTHON_PATH, TRUST, reevaluated_row, rows_of, small_config, write_config
 
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
@@ -64,7 +64,14 @@ os._exit(code)  # gloo's threads may abort at the end of a process whose peer ha
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH},
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": PYTHON_PATH,
+                **TRUST,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

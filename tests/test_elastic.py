@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import PYTHON_PATH, _Wrapped, assert_same_run, reevaluated_row, rows_of, small_config
+from small_runs import PYTHON_PATH, TRUST, _Wrapped, assert_same_run, reevaluated_row, rows_of, small_config
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -97,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={
             **os.environ,
             "PYTHONPATH": PYTHON_PATH,
+            **TRUST,
             "OMP_NUM_THREADS": "1",
             "INCSEG_CACHE": str(folder / "cache"),
         },

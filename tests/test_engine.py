@@ -25,6 +25,7 @@ import yaml
 from safetensors import SafetensorError
 from small_runs import (
     PYTHON_PATH,
+    TRUST,
     Interrupting,
     assert_same_run,
     listening,
@@ -210,7 +211,7 @@ def held_process(tmp_path: Path) -> Iterator[HeldProcess]:
     hold = tmp_path / "hold"
     with subprocess.Popen(
         [sys.executable, "-m", "incseg", *argv],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "INCSEG_TEST_HOLD": str(hold)},
+        env={**os.environ, **TRUST, "PYTHONPATH": PYTHON_PATH, "INCSEG_TEST_HOLD": str(hold)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -125,6 +125,8 @@ constant = 3
 def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made.py").write_text(MADE)
     monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("made:paint", "made:absent", "absent:paint", "made:constant", "made:arrays", "made:nothing")
+    monkeypatch.setenv("INCSEG_TRUST", ",".join(names))
     monkeypatch.delitem(sys.modules, "made", raising=False)
 
 

@@ -129,7 +129,7 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> N
 def test_only_the_first_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     config = small_config(tmp_path / "run", task="joint", train={"epochs": 1})
-    with pytest.raises(UserError, match="has gone"):  # the rows that the first process would have written
+    with pytest.raises(UserError, match="is missing"):  # the rows that the first process would have written
         train(config)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

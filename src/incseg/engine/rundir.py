@@ -151,7 +151,8 @@ class RunDir:
 
     def require_own(self) -> None:
         """Refuse a folder that holds other things than a run: files in it would be overwritten, or taken for ours."""
-        if self.config.exists() and (self.environment.exists() or self.started):
+        begun = self.environment.exists() or self.started or (self.root / ".lock").exists()
+        if self.config.exists() and begun:
             return
         with self._writing():
             found = sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []

@@ -398,7 +398,8 @@ class Segmenter(nn.Module):
         """Return what the heads read at each size and, of images, all stages of the first head's size."""
         if not isinstance(inputs, Tensor):
             return self.by_size(inputs), ()
-        seen, of_first = dict[int, Seen](), tuple[Tensor, ...]()
+        seen: dict[int, Seen] = {}
+        of_first: tuple[Tensor, ...] = ()
         for size in sorted({*self._shrinks_read, self.shrinks[0]}):
             image = shrunk(inputs, size)
             stages = self.encode(image)
