@@ -315,7 +315,7 @@ def test_a_method_predicts_by_the_state_it_was_saved_with(tmp_path: Path) -> Non
 def test_what_cannot_be_evaluated_is_refused(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no step 7; its finished steps are 0 to 2"):
         evaluate(finished, 7)
-    with pytest.raises(UserError, match=r"is no run folder: it has no config\.yaml"):
+    with pytest.raises(UserError, match=r"is not a run folder: it has no config\.yaml"):
         evaluate(tmp_path)
     with pytest.raises(UserError, match=r"method 'evidential': .*unexpected keyword argument 'blancing'"):
         evaluate(finished, None, {"blancing": "odds"})

@@ -546,7 +546,7 @@ def test_load_from_a_run(tmp_path):
 def test_wrong_model_paths(tmp_path):
     with pytest.raises(UserError, match="does not exist; give a run folder"):
         load(tmp_path / "nothing")
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         load(tmp_path)
     with pytest.raises(UserError, match="no finished step yet"):
         load(run_folder(tmp_path / "young", finished=0))

@@ -279,7 +279,7 @@ def test_eval_saves_a_retest(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["eval", str(folder), "--save", "--json", "--method.balancing", "none"]) == 0
     shown = capsys.readouterr()
     row = json.loads(shown.out)
-    assert f"kept in {folder}/retests/step2-balancing-none.json" in shown.err
+    assert f"saved in {folder}/retests/step2-balancing-none.json" in shown.err
     run, again = read(folder)
     assert again.options == {**run.options, "balancing": "none"}
     assert (again.base, again.new, again.all, again.inc) == tuple(row[name] for name in ("base", "new", "all", "inc"))

@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     with showing(Screen(Console(stderr=args.json, highlight=False))):
         row = evaluate(args.run, args.step, options, overrides)
     if args.save and is_main_process():
-        kept = RunDir(args.run).write_retest(changed, row, time.monotonic() - started)
-        print(f"kept in {kept}", file=sys.stderr)
+        file = RunDir(args.run).write_retest(changed, row, time.monotonic() - started)
+        print(f"saved in {file}", file=sys.stderr)
     if args.json and is_main_process():
         print(json.dumps(row, indent=1, ensure_ascii=False))
     return 0

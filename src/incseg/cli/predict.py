@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with _place_of_results(args, as_labels) as place:
         is_background = not predictor.method.background_output
-        write = partial(_keep if as_labels else _write, is_background=is_background)
+        write = partial(_save_labels if as_labels else _write, is_background=is_background)
         outcomes = _predict_all(predictor, files, args, write, place)
         done = [outcome for outcome in outcomes if "error" not in outcome]
         skipped = [outcome for outcome in outcomes if "error" in outcome]
@@ -148,10 +148,10 @@ def _place_of_results(args: argparse.Namespace, as_labels: bool) -> Iterator[Pat
         yield Path(folder)
 
 
-def _keep(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
-    kept = folder / f"{name}.png"
-    Image.fromarray(result.labels).save(kept, compress_level=_FAST)
-    return {**_summary(result, name, is_background), _PREDICTED: kept}
+def _save_labels(result: Result, folder: Path, name: str, is_background: bool) -> dict[str, Any]:
+    file = folder / f"{name}.png"
+    Image.fromarray(result.labels).save(file, compress_level=_FAST)
+    return {**_summary(result, name, is_background), _PREDICTED: file}
 
 
 def _summary(result: Result, name: str, is_background: bool) -> dict[str, Any]:

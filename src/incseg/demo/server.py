@@ -121,7 +121,7 @@ class DemoServer(ThreadingHTTPServer):
             self.address_family = found[0]
             super().__init__(found[4][:2], _Handler)  # type: ignore[arg-type]
         except socket.gaierror as error:
-            raise UserError(f"--host '{host}' is no address of this machine ({error.strerror})") from error
+            raise UserError(f"--host '{host}' is not an address of this machine ({error.strerror})") from error
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(

@@ -244,7 +244,7 @@ def model_file(path: Path, step: int | None = None) -> Path:
         raise UserError(f"'{path}' is an extension that is not finished; run its incseg extend command again")
     if not run.config.exists() and not (path / "steps").is_dir():
         raise UserError(
-            f"'{path}' is no run folder: it has no config.yaml; give the folder that incseg train wrote, "
+            f"'{path}' is not a run folder: it has no config.yaml; give the folder that incseg train wrote, "
             "one of its steps, or a .safetensors model file"
         )
     done = run.steps_done()
@@ -290,15 +290,15 @@ def read_config(path: Path, *groups: str) -> dict[str, Any]:
     try:
         value = read_yaml(path)
     except FileNotFoundError as error:
-        raise UserError(f"{path.parent} is no run folder: it has no {path.name}") from error
+        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}") from error
     except NotADirectoryError as error:
         _require_models(path.parent)
         raise UserError(
-            f"{path.parent} is no run folder but a file; give the folder that incseg train wrote"
+            f"{path.parent} is a file, not a run folder; give the folder that incseg train wrote"
         ) from error
     except yaml.YAMLError as error:
         raise UserError(
-            f"{path} is no valid YAML ({str(error).splitlines()[0]}); restore it or start a new run"
+            f"{path} is not valid YAML ({str(error).splitlines()[0]}); restore it or start a new run"
         ) from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds {type(value).__name__}, not settings; restore it or start a new run")

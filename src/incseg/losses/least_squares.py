@@ -1,7 +1,7 @@
 """Least squares in closed form: sums over the cells of feature maps, and the weights that solve them.
 
 A cell is one position of a feature map. φ is its feature vector, t its targets (the share of each label among its
-pixels), w its weight. All that is ever kept of the cells are two sums,
+pixels), w its weight. All that is stored of the cells are two sums,
 
     R = Σ w φφᵀ        Q = Σ w t φᵀ        and W = Q (R + γ·mean(diag R)·I)⁻¹ solves  min Σ w |Wφ − t|² + …
 
@@ -27,7 +27,7 @@ FEWEST = 100.0
 
 @dataclass
 class Sums:
-    """What is kept of all cells: `gram` R (D, D), `cross` Q (L, D), `counts` (L,) the cells of each label; float64."""
+    """What is stored of all cells: `gram` R (D, D), `cross` Q (L, D), `counts` (L,) the cells of each label; float64."""
 
     gram: Tensor
     cross: Tensor

@@ -31,7 +31,7 @@ parameters that the function itself holds do not."""
 @lru_cache(maxsize=64)
 def bilinear_matrix(size_in: int, size_out: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(size_out, size_in) weights of bilinear interpolation along one axis, align_corners=False."""
-    with torch.inference_mode(False):  # it is kept, and what is made in inference mode can never be trained with
+    with torch.inference_mode(False):  # it is cached, and what is made in inference mode can never be trained with
         matrix = _interpolation(*_neighbours(size_in, size_out), slice(0, size_in))
         return matrix.to(device=device, dtype=dtype)
 
