@@ -27,7 +27,7 @@ FEWEST = 100.0
 
 @dataclass
 class Sums:
-    """What is stored of all cells: `gram` R (D, D), `cross` Q (L, D), `counts` (L,) the cells of each label; float64."""
+    """The sums of all cells: `gram` R (D, D), `cross` Q (L, D), `counts` (L,) the cells of each label; float64."""
 
     gram: Tensor
     cross: Tensor
