@@ -131,7 +131,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--data.image_size", "3"], "image_size"),
         (["train", "--data.presence", "absent.txt"], "absent.txt: no such file"),
         (["eval"], "RUN"),
-        (["eval", "absent"], "absent is not a run folder"),
+        (["eval", "absent"], "absent does not exist"),
         (["eval", __file__], "is a file, not a run folder; give the folder that incseg train wrote"),
         (["train", "--config", "absent.yaml"], "--config absent.yaml does not exist"),
         (["train", "--config", "."], "--config . is a folder"),

@@ -56,7 +56,10 @@ def test_against_a_naive_count(model: Path, tmp_path: Path) -> None:
         labels = predictor.predict(root / "images" / f"{number}.png").labels
         for name in images:
             truth = np.isin(mask, [value for value, known in names.items() if known == name])
-            said = (labels == predictor.classes.index(name)) & (mask != 255)
+            said = labels == predictor.classes.index(name)
+            if name == "background":  # with what the model finds of classes that the folder does not name
+                said = ~np.isin(labels, [predictor.classes.index(known) for known in ("disc", "star")])
+            said &= mask != 255
             hits[name] += int((truth & said).sum())
             unions[name] += int((truth | said).sum())
             images[name] += bool(truth.any())

@@ -25,8 +25,8 @@ from incseg.types import BACKGROUND, IGNORE, UserError
 def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict[str, Any]:
     """Return IoU and boundary IoU of each class that model and dataset share, over all photographs of the splits.
 
-    Classes of the dataset that the model does not know are background. A class that only the model knows has no IoU,
-    but lowers that of a class where it is predicted in its place.
+    Classes of the dataset that the model does not know are background. So are predictions of classes that only the
+    model knows: masks that label new classes alone call an old object background, and finding it is no error.
     """
     label_of = {folded(name): label for label, name in enumerate(predictor.classes)}
     table = np.full(256, IGNORE, dtype=np.uint8)
@@ -46,6 +46,7 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
     if not pairs:
         raise UserError(f"{source.info.name} has no photograph in {' and '.join(splits)}; choose another --split")
     num_labels = len(predictor.classes)
+    as_shared = np.array([label if label in shared else BACKGROUND for label in range(num_labels)], dtype=np.uint8)
     confusion = torch.zeros(num_labels, num_labels, dtype=torch.int64)
     at_edges = torch.zeros(3, num_labels, dtype=torch.int64)
     images = np.zeros(num_labels, dtype=np.int64)
@@ -53,7 +54,8 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
         for split, index in pairs:
             photograph, mask = source.pair(split, index)
             target = table[mask]
-            maps = torch.from_numpy(predictor.predict(photograph).labels)[None], torch.from_numpy(target)[None]
+            predicted = as_shared[predictor.predict(photograph).labels]
+            maps = torch.from_numpy(predicted)[None], torch.from_numpy(target)[None]
             confusion += confusion_counts(*maps, num_labels)
             at_edges += boundary_counts(*maps, num_labels)
             images += np.bincount(target.ravel(), minlength=256)[:num_labels] > 0

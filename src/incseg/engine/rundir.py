@@ -290,7 +290,8 @@ def read_config(path: Path, *groups: str) -> dict[str, Any]:
     try:
         value = read_yaml(path)
     except FileNotFoundError as error:
-        raise UserError(f"{path.parent} is not a run folder: it has no {path.name}") from error
+        problem = f"is not a run folder: it has no {path.name}" if path.parent.exists() else "does not exist"
+        raise UserError(f"{path.parent} {problem}; give the folder that incseg train wrote") from error
     except NotADirectoryError as error:
         _require_models(path.parent)
         raise UserError(
