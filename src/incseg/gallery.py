@@ -233,7 +233,9 @@ def extension_block(record: RunRecord, root: str | None, folder: Path, loaded: M
             title, figures=[save_figure(sheet(rows, classes), folder, f"{record.folder.name}-photographs", text)]
         )
     except _FAILURES as error:
-        return Block(title, [f"Pictures are left out: {one_line(error)}."])
+        why = f"Pictures are left out: {one_line(error)}."
+        log.warning(f"{record.folder}: {why}")
+        return Block(title, [why])
 
 
 def cached_models(device: str, threads: int | None, method: str | None) -> Models:

@@ -25,6 +25,8 @@ MOST_LINES = 12
 def task_title(task: str) -> str:
     """Return a task for a title: of many named classes their number, "20 classes / cup"."""
     groups = [group.split(",") for group in task.split("/")]
+    if max(map(len, groups)) <= MOST_NAMED:
+        return task
     return " / ".join(f"{len(group)} classes" if len(group) > MOST_NAMED else ", ".join(group) for group in groups)
 
 
