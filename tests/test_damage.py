@@ -127,8 +127,8 @@ def test_a_folder_that_vanishes_ends_the_run_with_a_line(tmp_path: Path, gone: s
     [
         ("a: &a [x, x]\nb: [*a, *a]\n", "it has aliases"),
         ("a: &a {b: *a}\n", "it has aliases"),
-        ("task: " + "[" * 5000, "no valid YAML"),
-        ("seed: " + "9" * 5000, "no valid YAML"),
+        ("task: " + "[" * 5000, "not valid YAML"),
+        ("seed: " + "9" * 5000, "not valid YAML"),
         ("seed: 0x" + "f" * 5000, "'seed' holds a number of 20000 bits"),
         ("train: {lr: 2020-01-01}", r"'train\.lr' holds a date"),
         ("task: !!set {a}", "'task' holds a set"),

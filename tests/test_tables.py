@@ -171,7 +171,7 @@ def foreign(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "half-written results": (truncate, "results.json is damaged"),
     "no config": (lambda f: (f / "config.yaml").unlink(), "it has no config.yaml"),
-    "config is no YAML": (lambda f: (f / "config.yaml").write_text("a: [1"), "no valid YAML"),
+    "config is no YAML": (lambda f: (f / "config.yaml").write_text("a: [1"), "not valid YAML"),
     "config is a list": (lambda f: (f / "config.yaml").write_text("[1]"), "holds list, not settings"),
     "method without name": (lambda f: (f / "config.yaml").write_text("method: {}"), "config.yaml lacks 'name'"),
     "no protocol": (lambda f: (f / "protocol.json").unlink(), "protocol.json is missing"),

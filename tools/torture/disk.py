@@ -336,7 +336,7 @@ def _readers_beside(folder: Path) -> None:
         for argv in (["eval", folder / "run"], ["predict", folder / "run", images, "--out", folder / "out"]):
             ended = incseg(argv, folder / "cache")
             if ended.code:
-                ended.refused("no finished step yet|does not exist|is no run folder")
+                ended.refused("no finished step yet|does not exist|is not a run folder")
             else:
                 ended.succeeded()
     writer.wait().succeeded()
