@@ -26,7 +26,7 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
     """Return IoU and boundary IoU of each class that model and dataset share, over all photographs of the splits.
 
     Classes of the dataset that the model does not know are background. So are predictions of classes that only the
-    model knows: masks that label new classes alone call an old object background, and finding it is no error.
+    model knows: masks of new classes alone call an old object background, and to find it is not an error.
     """
     label_of = {folded(name): label for label, name in enumerate(predictor.classes)}
     table = np.full(256, IGNORE, dtype=np.uint8)

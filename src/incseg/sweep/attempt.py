@@ -62,7 +62,7 @@ class Attempts:
         return outcome
 
     def perform_in_time(self, task: Task) -> Outcome:
-        """Do a task, and wait as long as another process is at it: it may be one whose machine is lost."""
+        """Do a task; if another process works on it, wait: its machine may be lost."""
         while (outcome := self.perform(task)) == "busy" and not self.stop.wait(_LOOK_SECONDS):
             pass
         return outcome
