@@ -38,6 +38,42 @@ def test_stages_have_the_promised_channels_and_strides(name: str, stride: int, s
     assert backbone.output_stride == stride
 
 
+@pytest.mark.parametrize("name", BACKBONES)
+def test_the_next_stage_reads_a_stage_with_its_activation(name: str) -> None:
+    """Stages are given without it, for local POD."""
+    backbone = build_backbone(name, 16, "batch").eval()
+    with torch.no_grad():
+        *_, shallow, deep = backbone(torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)))
+        assert (deep < 0).any()
+        if name.startswith("efficientnet"):
+            assert backbone.activate(deep) is deep
+        else:
+            last = backbone.stages[-1] if name == "tiny" else backbone.layer4
+            assert torch.equal(backbone.activate(deep), deep.relu())
+            torch.testing.assert_close(last(backbone.activate(shallow)), deep)
+
+
+@pytest.mark.parametrize(("stride", "wanted"), [(32, [1, 1, 1]), (16, [1, 1, 2]), (8, [1, 2, 4])])
+@pytest.mark.parametrize(("name", "conv"), [("resnet18", "conv1"), ("resnet50", "conv2")])
+def test_first_blocks_may_be_dilated_too(name: str, conv: str, stride: int, wanted: list[int]) -> None:
+    """Those of MiB and PLOP are; torchvision's keep the dilation before the stage."""
+    plain, dilated = (build_backbone(name, stride, "batch").eval() for _ in range(2))
+    dilated.load_state_dict(plain.state_dict())
+    dilated.dilate_first_blocks()
+    for backbone, dilations in ((plain, [1, 1, 1 if stride > 8 else 2]), (dilated, wanted)):
+        firsts = [getattr(layer[0], conv) for layer in (backbone.layer2, backbone.layer3, backbone.layer4)]
+        assert [first.dilation[0] for first in firsts] == dilations
+        assert all(
+            layer[1].conv2.dilation[0] == d
+            for layer, d in zip((backbone.layer2, backbone.layer3, backbone.layer4), wanted, strict=True)
+        )
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        a, b = plain(image), dilated(image)
+    assert [x.shape for x in a] == [x.shape for x in b]
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) == (stride == 32)
+
+
 def test_every_backbone_is_built_by_its_name() -> None:
     for name in BACKBONES:
         backbone = build_backbone(name, 16, "group")
@@ -244,7 +280,7 @@ def test_efficientnet_lite_recognises_real_photographs(version: int) -> None:
 
 
 class FakeFeatures(nn.Module):
-    """What timm.create_model(features_only=True) returns, as far as we use it."""
+    """A stand-in for what timm.create_model(features_only=True) returns."""
 
     def __init__(self, output_stride: int, channels_last: bool):
         super().__init__()

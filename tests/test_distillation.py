@@ -1,4 +1,4 @@
-"""Distillation of outputs and of feature maps: loops over pixels and tiles, minima at the teacher, known values."""
+"""Distillation of outputs and feature maps: loops over pixels and tiles, minima at the teacher, known values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def output_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The mean over all pixels."""
+    """Return the mean over all pixels."""
     return output_distillation_sum(logits, teacher) / teacher[:, 0].numel()
 
 
 def sigmoid_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The mean over all pixels."""
+    """Return the mean over all pixels."""
     return sigmoid_distillation_sum(logits, teacher) / teacher[:, 0].numel()
 
 
@@ -168,7 +168,7 @@ def test_sigmoid_prediction_by_hand() -> None:
         assert shown == pytest.approx([share / sum(on) for share in on])
 
 
-def test_sigmoid_prediction_where_no_output_says_yes() -> None:
+def test_sigmoid_prediction_where_no_output_is_positive() -> None:
     logits = torch.tensor([-300.0, -200.0, -250.0]).view(1, 3, 1, 1)
     prediction = sigmoid_prediction(logits)
     assert int(prediction.labels) == 1
@@ -189,7 +189,7 @@ def test_feature_distillation_is_the_mean_square() -> None:
 
 
 def parts(size: int, scale: int) -> list[list[int]]:
-    """The positions 0..size−1 in `scale` runs, the longer ones first; never an empty one."""
+    """Return the positions 0..size−1 in `scale` runs, the longer ones first, none empty."""
     number = min(scale, size)
     lengths = [size // number + (index < size % number) for index in range(number)]
     ends = list(itertools.accumulate(lengths))
@@ -197,7 +197,7 @@ def parts(size: int, scale: int) -> list[list[int]]:
 
 
 def pod_vector(sample: Tensor, scales: tuple[int, ...]) -> list[float]:
-    """(C, H, W) → the row and column means of all tiles of all channels, tile by tile."""
+    """Return the row and column means of all tiles of all channels of (C, H, W), tile by tile."""
     _, height, width = sample.shape
     vector = []
     for scale in scales:
@@ -218,7 +218,7 @@ def naive_pod(maps: list[Tensor], teacher_maps: list[Tensor], scales: tuple[int,
 
 @pytest.mark.parametrize("scales", [(1,), (1, 2, 4), (3, 5)], ids=str)
 def test_pod_is_the_loop(scales: tuple[int, ...]) -> None:
-    """Maps of several sizes, among them sides that no scale divides and sides shorter than a scale."""
+    """Maps of several sizes, some with sides that no scale divides or shorter than a scale."""
     sizes = [(8, 8), (14, 14), (7, 5), (3, 1)]
     maps = [random(2, 2, *size, seed=number) for number, size in enumerate(sizes)]
     teacher = [random(2, 2, *size, seed=10 + number) for number, size in enumerate(sizes)]

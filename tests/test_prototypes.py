@@ -1,4 +1,4 @@
-"""Prototypes: every term of SDR against loops over positions in float64, and what the method keeps."""
+"""Prototypes: every term of SDR against loops over positions in float64, and the state of the method."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CHOSEN = torch.tensor([False, True, True, False])
 
 
 def by_class(features: Tensor, labels: Tensor) -> dict[int, list[list[float]]]:
-    """The feature vectors of each label, one position after the other."""
+    """Yield the feature vectors of each label, one position after the other."""
     found: dict[int, list[list[float]]] = {}
     for image, rows in enumerate(labels.tolist()):
         for y, row in enumerate(rows):
@@ -142,7 +142,7 @@ def test_sparsity_equals_a_loop(features: Tensor, labels: Tensor) -> None:
 
 
 def test_sparsity_at_its_ends() -> None:
-    """As printed it is least where all channels are at their maximum, so it does not make features sparse."""
+    """The printed formula is smallest if all channels are at their maximum, so it does not make features sparse."""
     labels = torch.ones(1, 1, 1, dtype=torch.long)
     full, single = torch.full((1, 6, 1, 1), 3.0), torch.zeros(1, 6, 1, 1)
     single[0, 2] = 3.0
@@ -231,7 +231,8 @@ def test_prototypes_are_means_of_the_features_that_can_change(freeze_backbone: b
     assert scene.teacher is not None
     with torch.no_grad():
         out = scene.teacher(batch.inputs)
-    features = out.embedding if freeze_backbone else out.stages[-1]
+    features = out.embedding if freeze_backbone else out.encoded
+    assert features is not None
     assert state["prototypes"].shape == (4, features.shape[1])
     found = by_class(features, nearest(batch.labels, (3, 3)))
     for label in (1, 2):
@@ -251,8 +252,16 @@ def test_old_prototypes_rest_and_new_ones_form() -> None:
     assert all(float(value.detach()) > 0 for value in losses.values())
 
 
+def test_new_classifiers_may_start_as_those_of_mib() -> None:
+    drawn, shares = (Scene(start_from_background=start).model.classifiers for start in (False, True))
+    first, newest = shares
+    assert torch.equal(newest.get_parameter("weight")[0], first.get_parameter("weight")[0])
+    assert not torch.equal(newest.get_parameter("weight"), drawn[1].get_parameter("weight"))
+    assert torch.equal(newest.get_parameter("bias"), first.get_parameter("bias")[:1])
+
+
 def test_matching_is_zero_as_long_as_features_are_where_they_were() -> None:
-    """The teacher is right about every background pixel, and the student is still the teacher."""
+    """The teacher is right about every background pixel, and the student still equals the teacher."""
     scene = Scene()
     batch = scene.batch([0, 1, 2, IGNORE])
     batch.labels[(batch.labels == 1) | (batch.labels == 2)] = 0
@@ -266,12 +275,17 @@ def test_matching_is_zero_as_long_as_features_are_where_they_were() -> None:
     assert float(losses["matching"].detach()) == pytest.approx(0, abs=1e-9)
 
 
-def test_on_top_of_mib_the_output_losses_are_its_two() -> None:
+def test_losses_on_the_outputs_are_plain_or_those_of_mib() -> None:
     batch = Scene().batch([0, 3, IGNORE])
-    plain, mib = (Scene(output=output).losses(batch) for output in ("kd", "mib"))
-    assert list(plain) == list(mib)
+    plain, mixed, mib = (Scene(output=output).losses(batch) for output in ("kd", "mib_ce", "mib"))
+    assert list(plain) == list(mixed) == list(mib)
     for name in ("matching", "attraction", "repulsion", "sparsity"):
         assert torch.equal(plain[name], mib[name])
+    assert torch.equal(mixed["ce"], mib["ce"])
+    assert torch.equal(mixed["kd"], plain["kd"])
+    assert not torch.equal(mixed["kd"], mib["kd"])
+    default = Scene().losses(batch)
+    assert all(torch.equal(default[name], mib[name]) for name in mib), "the default is the authors' preset"
     logits = Scene().model(batch.inputs).logits
     up = torch.nn.functional.interpolate(logits, batch.size, mode="bilinear")
     wanted = background_cross_entropy_sum(up, batch.labels, 3) / batch.valid_pixels

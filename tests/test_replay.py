@@ -1,4 +1,4 @@
-"""Replay of old classes: where photographs come from, which are drawn when, RECALL, and replay in whole runs."""
+"""Replay of old classes: the origin of replay images, which are drawn when, RECALL, and replay in whole runs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from incseg.data.unlabelled import Generator, ImageFolders
 from incseg.engine.rundir import RunDir
 from incseg.io import read_tensors
 from incseg.losses.labels import fill_background, shifted
+from incseg.losses.means import normalised
 from incseg.methods import build_method
 from incseg.methods.base import Alone, StepContext, StepImages
 from incseg.methods.evidential import Evidential
@@ -49,7 +50,7 @@ def photograph(path: Path, colour: int) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """ant: 10 20 30, bee: 40 (the red of each photograph), cow: 50 60."""
+    """Write ant: 10 20 30, bee: 40 (the red of each image), cow: 50 60."""
     for name, colours in (("ant", (10, 20, 30)), ("bee", (40,)), ("cow", (50, 60))):
         for colour in colours:
             photograph(tmp_path / "web" / name / f"{colour}.png", colour)
@@ -167,7 +168,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_nothing_is_touched_before_a_step_begins() -> None:
-    """Else a model could not predict where its photographs are not."""
+    """Otherwise a model could not predict on a machine without its replay images."""
     assert open_replay(None, None, 5) is None
     Recall(Recall.Config(replay="/absent"))
     Recall(Recall.Config(generator="absent:paint"))
@@ -177,7 +178,7 @@ def test_nothing_is_touched_before_a_step_begins() -> None:
 
 
 def red_pixels(images: Any) -> Tensor:
-    """(B, 3, 2, 2) that tell the red of a photograph."""
+    """Return (B, 3, 2, 2) with the red of an image."""
     return torch.stack([torch.full((3, 2, 2), float(image.getpixel((0, 0))[0])) for image in images])
 
 
@@ -203,7 +204,7 @@ def batch_of(images: int, size: tuple[int, int] = (2, 2)) -> Batch:
 
 
 def drawn_reds(replay: Replay, images: int, batches: int) -> list[int]:
-    """The photographs behind `images` own images in each batch, told by their red."""
+    """Return the replay images after `images` own images in each batch, identified by their red."""
     found = []
     for _ in range(batches):
         inputs = replay.extend(batch_of(images)).inputs
@@ -238,7 +239,7 @@ def test_every_class_has_its_share_in_every_round(folders: Path) -> None:
     assert set(drawn_reds(started(folders, index=1), 3, 6)) == {10, 20, 30, 40}, "cow is new, not old"
 
 
-def test_the_order_is_the_seeds_and_the_count_goes_on(folders: Path) -> None:
+def test_the_order_is_the_seeds_and_the_count_continues(folders: Path) -> None:
     whole = drawn_reds(started(folders), 4, 9)
     assert drawn_reds(started(folders), 4, 9) == whole
     first, second = started(folders), started(folders)
@@ -255,7 +256,7 @@ def test_the_order_is_the_seeds_and_the_count_goes_on(folders: Path) -> None:
 
 @dataclass
 class One(Alone):
-    """One of two processes that have so many images together."""
+    """One of two processes that have this number of images together."""
 
     rank: int
     images: int
@@ -282,7 +283,7 @@ def test_two_processes_draw_what_one_draws(folders: Path, images: int) -> None:
     assert parts[0][:1] + parts[1][:1] == alone[:2]
 
 
-def test_kept_features_serve_the_next_steps_too(folders: Path) -> None:
+def test_cached_features_are_used_in_the_next_steps_too(folders: Path) -> None:
     asked: list[int] = []
 
     def features(images: Any) -> Inputs:
@@ -299,7 +300,7 @@ def test_kept_features_serve_the_next_steps_too(folders: Path) -> None:
     assert torch.equal(inputs, anew), "the same photographs in the same order as of a run that was interrupted"
 
 
-def test_pixels_are_read_anew_in_every_step(folders: Path) -> None:
+def test_pixels_are_read_again_in_every_step(folders: Path) -> None:
     replay = started(folders, index=1)
     photograph(folders / "bee" / "40.png", 41)
     replay.begin_step(context_of(2))
@@ -307,7 +308,7 @@ def test_pixels_are_read_anew_in_every_step(folders: Path) -> None:
 
 
 def test_labels_are_the_arg_max_of_the_scores_at_the_size_of_the_batch(folders: Path) -> None:
-    """Features stay features, in half precision; labels of increment k begin behind those of the ones before."""
+    """Features remain features, in half precision. Labels of increment k follow those of the earlier increments."""
     asked = []
 
     def features(images: Any) -> Inputs:
@@ -383,6 +384,21 @@ def test_background_is_painted_by_the_teacher_pixel_by_pixel() -> None:
     assert float(value.detach()) == pytest.approx(total / valid)
 
 
+def test_in_painting_as_in_the_authors_code() -> None:
+    """Void of the new images too, and no replay image; every pixel counts."""
+    batch, out, teacher = example(STEPS[2])
+    batch = replace(batch, images=[7, *[-1] * (len(batch.labels) - 1)])
+    guess = F.interpolate(teacher.logits, batch.size, mode="bilinear").argmax(1)
+    labels = batch.labels.long()
+    labels[0] = torch.where((labels[0] == 0) | (labels[0] == IGNORE), guess[0], labels[0])
+    labels[1:][labels[1:] == IGNORE] = 0  # replay images have no void
+    batch.labels[1:][batch.labels[1:] == IGNORE] = 0
+    batch = replace(batch, counts=torch.bincount(batch.labels.flatten(), minlength=256).to(batch.counts))
+    wanted = F.cross_entropy(F.interpolate(out.logits, batch.size, mode="bilinear"), labels)
+    (found,) = normalised(Recall(Recall.Config(fill="new")).losses(batch, out, teacher, STEPS[2]), batch).values()
+    torch.testing.assert_close(found, wanted)
+
+
 def test_where_the_teacher_sees_nothing_it_is_fine_tuning() -> None:
     batch, out, teacher = example(STEPS[2])
     teacher.logits[:, 0] += 100
@@ -404,7 +420,7 @@ def test_labels_seen_otherwise() -> None:
 
 
 def scene(index: int) -> StepContext:
-    """A step whose images show its class in the half that is bright."""
+    """Return a step whose images show its class in the bright half."""
     images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 0.1
     images[:, :, :, 8:] += 2
     labels = torch.zeros(4, 16, 16, dtype=torch.uint8)
@@ -448,7 +464,8 @@ def test_a_helper_learns_its_step_and_leaves_the_model_alone() -> None:
 
 
 def test_the_helper_of_the_base_is_the_base(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In step 2 photographs of step 0 are still labelled by what step 0 knew, however its decoder changed since."""
+    """In step 2, replay images of step 0 still have the labels that step 0 predicted, though its decoder has changed
+    since."""
     asked: list[Scores] = []
 
     def begin_step(self: Replay, context: StepContext, scores: Scores | None = None) -> None:
@@ -479,7 +496,7 @@ def test_the_helper_of_the_base_is_the_base(folders: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three scenes of shapes for each class."""
+    """Write three scenes of shapes for each class."""
     root, source = tmp_path_factory.mktemp("web"), Shapes(train_size=60, val_size=1, image_size=48)
     for number, name in enumerate(source.info.classes, start=1):
         shown = [i for i, ids in enumerate(source.known_presence("train") or ()) if number in ids][:3]
@@ -522,8 +539,8 @@ def test_replay_matters(web: str, tmp_path: Path) -> None:
             with listening() as shown:
                 train(config)
             losses.append(rows_of(config.folder)[-1]["losses"])
-            told = "recall has no replay images and only fills in background" in shown.getvalue()
-            assert told == (name == "recall" and source is None)
+            noted = "recall has no replay images and only fills in background" in shown.getvalue()
+            assert noted == (name == "recall" and source is None)
     assert losses[0] != losses[1]
     assert losses[2] != losses[3]
 
@@ -545,7 +562,7 @@ def test_a_base_is_shared_and_the_photographs_are_part_of_the_recipe(web: str, t
 
 
 @pytest.mark.parametrize("name", ["recall", "evidential"])
-def test_kept_features_and_pixels_replay_alike(name: str, web: str, tmp_path: Path) -> None:
+def test_cached_features_and_pixels_replay_alike(name: str, web: str, tmp_path: Path) -> None:
     """Pixels of a frozen backbone against its features in half precision."""
     rows = []
     for cache in ("auto", "off"):
@@ -592,7 +609,7 @@ def test_a_fault_in_the_folders_is_one_line(
     assert error.count("\n") == 1
     assert re.search(message, error)
     done = RunDir(tmp_path / "run").steps_done()
-    assert done == ([0] if "a.png" in error else []), "what a name can tell is told before step 0"
+    assert done == ([0] if "a.png" in error else []), "a mistake visible in a name is reported before step 0"
 
 
 def test_photographs_leave_what_own_pixels_count_to_evidence(folders: Path) -> None:
@@ -627,10 +644,10 @@ def make_folders(*arguments: str) -> None:
 
 
 def test_folders_from_the_images_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They show their class, belong to its step, and to no later one; none is held out."""
+    """They show their class, belong to its step and to no later one, and none is held out."""
     flags = ["--data.train_size", "60", "--data.image_size", "48", "--data.holdout", "5", "--task", "6-2"]
     make_folders(str(tmp_path / "web"), "--per-class", "4", *flags)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     source = Shapes(train_size=60, val_size=1, image_size=48)
     presence = source.known_presence("train") or ()
     steps = Protocol(source.info, "6-2", "overlapped").steps
@@ -639,7 +656,7 @@ def test_folders_from_the_images_of_a_run(tmp_path: Path, capsys: pytest.Capture
         for class_id, name in zip(step.new, step.names, strict=True):
             files = sorted((tmp_path / "web" / name).iterdir())
             assert 1 <= len(files) <= 4
-            assert f"{name}: {len(files)} images" in told
+            assert f"{name}: {len(files)} images" in printed
             for file in files:
                 index = list(source.names("train")).index(file.stem)
                 assert class_id in presence[index]
@@ -657,7 +674,7 @@ def test_a_class_whose_images_all_come_later(tmp_path: Path) -> None:
 
 
 def test_files_are_copied_as_they_are(tmp_path: Path) -> None:
-    """A folder dataset with JPEG images; 'a' shows both classes, so it belongs to the later step."""
+    """A folder dataset with JPEG images. 'a' shows both classes, so it belongs to the later step."""
     data = tmp_path / "data"
     for name, ids in (("a", (1, 2)), ("b", (1,)), ("c", (2,)), ("d", (1,))):
         mask = np.zeros((8, 8), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""LwF, LwF-MC, ILT, MiB and PLOP: whole losses by direct formulas, limits in which one is another, steps, resuming."""
+"""LwF, LwF-MC, ILT, MiB and PLOP: losses by direct formulas, limits in which one equals another, steps, resuming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from incseg.methods.ilt import ILT
 from incseg.methods.lwf import LwF
 from incseg.methods.lwf_mc import LwFMC
 from incseg.methods.mib import MiB
-from incseg.methods.plop import PLOP, entropy_thresholds, pseudo_labels
+from incseg.methods.plop import PLOP, authors_medians, authors_unit, entropy_thresholds, pseudo_labels
+from incseg.metrics import BINS, grouped_score_counts
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.protocol import Protocol, Step
 from incseg.run import train
@@ -44,7 +45,7 @@ def make_batch(labels: Tensor) -> Batch:
 
 
 def example(step: Step = SECOND) -> tuple[Batch, Output, Output | None]:
-    """Labels of background, the step's classes and void; outputs with gradient, all in float64."""
+    """Return labels of background, the step's classes and void; outputs with gradient, all in float64."""
     generator = torch.Generator().manual_seed(step.index)
     first_new = len(step.old) + 1
     kinds = torch.tensor([0, 0, *range(first_new, first_new + len(step.new)), IGNORE], dtype=torch.uint8)
@@ -54,10 +55,12 @@ def example(step: Step = SECOND) -> tuple[Batch, Output, Output | None]:
         return 2 * torch.randn(3, *shape, dtype=torch.float64, generator=generator)
 
     def output(num_outputs: int) -> Output:
-        return Output(random(num_outputs, 3, 4), random(5, 3, 4), (random(2, 6, 8), random(4, 3, 4)))
+        outputs = Output(random(num_outputs, 3, 4), random(5, 3, 4), (random(2, 6, 8), random(4, 3, 4)))
+        return replace(outputs, encoded=outputs.stages[-1].abs())
 
     out = output(len(step.seen) + 1)
-    for tensor in (out.logits, out.embedding, *out.stages):
+    assert out.encoded is not None
+    for tensor in (out.logits, out.embedding, out.encoded, *out.stages):
         tensor.requires_grad_()
     return make_batch(labels), out, output(len(step.old) + 1) if step.old else None
 
@@ -67,7 +70,7 @@ def up(logits: Tensor) -> Tensor:
 
 
 def run_losses(method: Method, step: Step = SECOND) -> tuple[dict[str, float], list[Tensor | None]]:
-    """The named losses, and the gradient of their sum at logits, embedding and stages."""
+    """Return the named losses, and the gradient of their sum at logits, embedding and stages."""
     batch, out, teacher = example(step)
     terms = normalised(method.losses(batch, out, teacher, step), batch)
     reached = (out.logits, out.embedding, *out.stages)
@@ -104,7 +107,9 @@ def test_lwf_is_its_formula() -> None:
 def test_ilt_is_its_formula() -> None:
     _, out, teacher = example()
     assert teacher is not None
-    mse = float((out.stages[-1].detach() - teacher.stages[-1]).square().mean())
+    assert out.encoded is not None
+    assert teacher.encoded is not None
+    mse = float((out.encoded.detach() - teacher.encoded).square().mean())
     terms, _ = run_losses(ILT())
     assert terms == pytest.approx({"ce": cross_entropy(), "kd": 100 * output_kd(), "features": 100 * mse}, rel=1e-10)
 
@@ -134,8 +139,8 @@ def test_mib_is_its_formula() -> None:
     assert terms == pytest.approx(expected, rel=1e-10)
 
 
-def test_the_teacher_matters_to_old_and_new_as_each_method_says() -> None:
-    """LwF leaves the new outputs to the labels; MiB lets what the teacher called background go to them."""
+def test_the_teacher_affects_old_and_new_outputs_of_each_method() -> None:
+    """LwF trains new outputs by labels only; MiB lets them take what the teacher called background."""
     plain = run_losses(LwF(LwF.Config(lambda_kd=0)))[1][0]
     kept = run_losses(LwF())[1][0]
     assert plain is not None
@@ -183,7 +188,7 @@ def test_the_base_of_sigmoids_is_their_own() -> None:
 
 def test_steps_of_the_old_formula_of_plop_are_not_reused() -> None:
     old = {"method": "incseg.methods.plop:PLOP"}
-    assert PLOP().recipe(1) == {**old, "revision": 2}
+    assert PLOP().recipe(1) == {**old, "revision": 3}
     assert PLOP().recipe(0) == MiB().recipe(0)
 
 
@@ -199,14 +204,14 @@ def test_features_of_a_frozen_backbone_are_those_of_the_head(kept: bool) -> None
     ilt = normalised(ILT().losses(batch, frozen, old, SECOND), batch)["features"]
     torch.testing.assert_close(ilt, 100 * (out.embedding - teacher.embedding).square().mean())
     pod = normalised(plop_with([1.0, 1.0, 1.0]).losses(batch, frozen, old, SECOND), batch)["pod"]
-    torch.testing.assert_close(pod, 0.01 * math.sqrt(2) / 2 * local_pod([out.embedding], [teacher.embedding]))
+    torch.testing.assert_close(pod, 0.01 * math.sqrt(5 / 2) / 2 * local_pod([out.embedding], [teacher.embedding]))
 
 
 # --- models --------------------------------------------------------------------------------------------------
 
 
 def grown(method: Method) -> tuple[Segmenter, StepContext]:
-    """A model that learnt the first step and has grown for the second, before `begin_step`."""
+    """Return a model that has learnt the first step and has grown for the second, before `begin_step`."""
     torch.manual_seed(0)
     model = Segmenter(ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 1, 1), norm="group"), True)
     model.grow(Increment(FIRST.names, FIRST.new))
@@ -241,7 +246,7 @@ def test_mib_may_start_with_small_weights() -> None:
 
 
 def trained_steps(tmp_path: Path, method: dict[str, Any], **changes: Any) -> list[dict[str, Tensor]]:
-    """The models of a small run's steps."""
+    """Return the models of a small run's steps."""
     config = small_config(tmp_path / "run", method=method, train={"epochs": 1, "weight_decay": 0.1}, **changes)
     train(config)
     return [read_tensors(RunDir(config.folder).model(step))[0] for step in range(3)]
@@ -264,8 +269,8 @@ def test_a_background_of_one_bias_has_a_base_of_its_own() -> None:
     assert method.recipe(1) != MiB().recipe(1)
 
 
-def test_frozen_classifiers_stay_to_the_bit(tmp_path: Path) -> None:
-    """Weight decay does not move them either; the newest and the head learn."""
+def test_frozen_classifiers_are_bit_identical(tmp_path: Path) -> None:
+    """Weight decay does not change them either; the newest classifier and the head learn."""
     first, second, third = trained_steps(tmp_path, {"name": "mib", "freeze_old": True})
     for old, new in ((first, second), (second, third)):
         for name in old:
@@ -286,12 +291,12 @@ def plop_with(thresholds: list[float], **options: Any) -> PLOP:
 
 
 def entropy(p: np.ndarray) -> np.ndarray:
-    """(…, C) → share of the largest entropy."""
+    """Return the share of the largest entropy of (…, C) scores."""
     return -(p * np.log(p)).sum(-1) / math.log(p.shape[-1])
 
 
 def test_thresholds_are_medians_to_a_bin() -> None:
-    """Two batches of unequal size against numpy, class by class, over the background pixels alone."""
+    """Two batches of unequal size against numpy, class by class, over background pixels only."""
     method = PLOP(PLOP.Config(least_threshold=1e-6))
     _, context = grown(method)
     assert context.teacher is not None
@@ -332,7 +337,30 @@ def test_thresholds_have_a_floor() -> None:
         parameter.mul_(1000)  # sure of itself everywhere
     method.begin_step(context)
     assert float(entropy_thresholds(context.teacher, context.images.batches()).max()) < 1e-6
-    torch.testing.assert_close(method.state()["thresholds"], torch.full((3,), 0.001))
+    torch.testing.assert_close(method.state()["thresholds"], torch.full((3,), 0.001 * 3 * math.log(5)))
+
+
+@pytest.mark.parametrize(("old", "new", "share"), [(16, 1, 0.045), (101, 10, 0.476)])
+def test_the_floor_is_in_the_units_of_the_authors_code(old: int, new: int, share: float) -> None:
+    """H / (|O| log |O|) / log(|O| + |N|) there, H / log |O| here; VOC 15-1 and ADE20k 100-10, first later step."""
+    assert 0.001 * authors_unit(old, old + new) == pytest.approx(share, abs=5e-4)
+
+
+def test_medians_as_in_the_authors_code() -> None:
+    """Half of the lowest bin's width for every pixel there; with more bins, their running sum of bin numbers."""
+
+    def found(shares: list[tuple[float, int]], unit: float) -> float:
+        scores = torch.cat([torch.full((count,), share / unit * unit) for share, count in shares])
+        counts = grouped_score_counts(scores, torch.zeros(len(scores), dtype=torch.uint8), 1)
+        return float(authors_medians(unit)(counts)[0])
+
+    unit = 45.3
+    assert found([(0.2, 50)], unit) == pytest.approx(unit * 0.005)  # all in the lowest bin: 0.23
+    assert found([(0.2, 80), (0.9, 20)], unit) == pytest.approx(unit * 0.01 * 50 / 80)
+    assert found([(0.2, 30), (0.7, 70)], unit) == pytest.approx(unit * (1 + 50 / 70) / 100)  # the sum is still 0
+    assert found([(0.01, 40), (0.7, 30), (0.99, 30)], unit) == 0  # never reached, and too few for plus infinity
+    assert found([(0.01, 40000), (0.7, 30000), (0.99, 30000)], unit) == pytest.approx(unit)  # plus infinity there
+    assert float(authors_medians(unit)(torch.zeros(1, BINS, dtype=torch.int64))[0]) == 0
 
 
 def test_pseudo_labels_are_the_loop() -> None:
@@ -384,7 +412,7 @@ def test_plop_is_its_formula() -> None:
     with torch.no_grad():
         maps = sum(local_pod([own], [old]) for own, old in pairs)
         logits = local_pod([fold_new_into_background(out.logits, 3)], [teacher.logits])
-    growth = math.sqrt(4 / 2) / (len(pairs) + 1)
+    growth = math.sqrt(5 / 2) / (len(pairs) + 1)  # background counts as seen
     expected = {
         "ce": float((shares * costs).sum() / (batch.labels != IGNORE).sum()),
         "pod": 0.01 * growth * float(maps),
@@ -402,7 +430,7 @@ def test_plop_without_pod_has_pseudo_labels_alone() -> None:
 
 
 def test_a_step_starts_at_the_teacher() -> None:
-    """What POD compares is equal then, new classes or not."""
+    """The maps that POD compares are equal then, with new classes or without."""
     method = PLOP()
     model, context = grown(method)
     method.begin_step(context)
@@ -425,7 +453,7 @@ def test_the_first_step_leaves_no_state() -> None:
 
 
 def test_a_resumed_step_keeps_its_thresholds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the checkpoint, whatever `begin_step` would find now."""
+    """They are those of the checkpoint, whatever `begin_step` would find now."""
     whole, broken = (
         small_config(tmp_path / name, task="6-4", method={"name": "plop"}, train={"checkpoint_seconds": 0.0})
         for name in ("whole", "broken")
@@ -444,7 +472,7 @@ def test_a_resumed_step_keeps_its_thresholds(tmp_path: Path, monkeypatch: pytest
     assert_same_run(whole.folder, broken.folder)
 
 
-def test_plop_takes_the_base_of_fine_tuning(tmp_path: Path) -> None:
+def test_plop_uses_the_base_of_fine_tuning(tmp_path: Path) -> None:
     configs = [
         small_config(tmp_path / name, method={"name": name}, train={"epochs": 1}, reuse=True)
         for name in ("finetune", "plop", "mib")
@@ -457,7 +485,7 @@ def test_plop_takes_the_base_of_fine_tuning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ilt", "plop"])
-def test_kept_features_train_as_a_frozen_backbone_does(name: str, tmp_path: Path) -> None:
+def test_cached_features_train_as_a_frozen_backbone_does(name: str, tmp_path: Path) -> None:
     losses = []
     for cache in ("auto", "off"):
         config = small_config(

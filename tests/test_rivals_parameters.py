@@ -1,4 +1,4 @@
-"""Rivals that act on parameters and single outputs: weight fusion, SSUL's frozen network, DKD's parts of a logit."""
+"""Methods that act on parameters and single outputs: weight fusion, SSUL's frozen network, DKD's parts of a logit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sigmoid(z: float) -> float:
 
 
 def two_models() -> tuple[Segmenter, Segmenter]:
-    """(the model after a step, the one before it), different in everything they share."""
+    """Return the models after a step and before it, different in everything that they share."""
     torch.manual_seed(0)
     new = Segmenter(MODEL, True)
     new.grow(Increment(("ant",), (1,)))
@@ -153,7 +153,7 @@ def test_binary_distillation_equals_a_loop_and_is_least_at_the_teacher() -> None
 
 
 def test_what_the_teacher_is_sure_of() -> None:
-    """Pixels: sure background, sure class 1, unsure, sure background under a new label, and void."""
+    """Pixels: certain background, certain class 1, uncertain, certain background with a new label, and void."""
     z = math.log(0.7 / 0.3)
     teacher = torch.tensor([[z, -1, z - 0.1, 9, 9], [-1, z, 0, 0, 0], [-2, -2, -2, -2, -2]]).view(1, 3, 1, 5)
     labels = torch.tensor([0, 0, 0, 3, IGNORE], dtype=torch.uint8).view(1, 1, 5)
@@ -194,7 +194,7 @@ def test_ssul_equals_a_loop(unknown: Any) -> None:
 
 
 def test_ssul_moves_nothing_but_the_new_classifier_and_background(tmp_path: Path) -> None:
-    """Batch norm, weight decay and momentum are on, and two steps come after the first."""
+    """Batch norm, weight decay and momentum are on, and two steps follow the first."""
     train(config(tmp_path / "run", task="6-2", method={"name": "ssul"}))
     base, middle, last = (saved(tmp_path / "run", step) for step in range(3))
     for name, tensor in base.items():
@@ -238,7 +238,7 @@ def test_background_is_where_no_sigmoid_exceeds_a_half() -> None:
 
 
 class DKDScene:
-    """DKD in step 1, its student moved away from the teacher."""
+    """DKD in step 1, with a student that differs from the teacher."""
 
     def __init__(self, **options: float) -> None:
         torch.manual_seed(0)
@@ -313,7 +313,7 @@ def test_the_auxiliary_classifier_does_not_shape_features() -> None:
 
 
 def test_positive_weight_against_a_loop_over_pixels() -> None:
-    """Twice the term of a pixel's own class and of no other; a weight of 1 is the plain loss, bit by bit."""
+    """It doubles the term of a pixel's own class and of no other. A weight of 1 is the plain loss, bit for bit."""
     logits, labels = draw(2, 3, 4, 5), torch.tensor([0, 2, 3, 4, IGNORE], dtype=torch.uint8).repeat(2, 4, 1)
     got = binary_cross_entropy(logits, labels, first=2, positive_weight=2.0)
     for place in ((b, y, x) for b in range(2) for y in range(4) for x in range(5)):
@@ -327,7 +327,7 @@ def test_positive_weight_against_a_loop_over_pixels() -> None:
     assert torch.autograd.gradcheck(lambda z: binary_cross_entropy(z, labels, 2, 2.0), logits.requires_grad_())
 
 
-def test_dkd_weighs_positive_pixels_in_step_0_alone() -> None:
+def test_dkd_weighs_positive_pixels_of_step_0_and_of_later_steps_apart() -> None:
     images = draw(2, 3, 16, 16, seed=7)
     labels = torch.tensor([0, 1, 2, IGNORE], dtype=torch.uint8).repeat(2, 16, 4)
     counts = torch.bincount(labels.flatten(), minlength=256).double()
@@ -352,9 +352,12 @@ def test_dkd_weighs_positive_pixels_in_step_0_alone() -> None:
         torch.testing.assert_close(losses["bce"], own.sum(1)[labels != IGNORE].mean())
     assert first[2.0] > first[1.0]
     later = labels.where(labels != 1, 3)
-    (plain, *_), (weighed, *_) = (DKDScene(**options).losses(later) for options in ({}, {"positive_weight": 2.0}))
-    assert plain.keys() == weighed.keys()
-    assert all(torch.equal(plain[name], weighed[name]) for name in plain)
+    options: tuple[dict[str, float], ...] = ({}, {"positive_weight": 2.0}, {"positive_weight_later": 2.0})
+    plain, first_weighted, later_weighted = (DKDScene(**of_scene).losses(later)[0] for of_scene in options)
+    assert plain.keys() == first_weighted.keys() == later_weighted.keys()
+    assert all(torch.equal(plain[name], first_weighted[name]) for name in plain)
+    assert later_weighted.pop("bce") > plain.pop("bce")
+    assert all(torch.equal(plain[name], later_weighted[name]) for name in plain)
 
 
 def test_a_recipe_names_the_options_that_differ_from_their_defaults() -> None:
@@ -366,7 +369,7 @@ def test_a_recipe_names_the_options_that_differ_from_their_defaults() -> None:
     assert distilling.recipe(1) == {**name, "lambda_dkd": 1.0}
 
 
-def test_a_run_begun_before_positive_weight_goes_on(tmp_path: Path) -> None:
+def test_a_run_begun_before_positive_weight_is_resumed(tmp_path: Path) -> None:
     """Its config.yaml has no such setting."""
     whole, begun, weighed = (
         config(tmp_path / name, method={"name": "dkd", "positive_weight": weight})
@@ -384,9 +387,15 @@ def test_a_run_begun_before_positive_weight_goes_on(tmp_path: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_the_authors_positive_weights_are_in_the_presets_of_the_paper_only() -> None:
-    chosen = {name: preset_for(name, "dkd").get("method", {}).get("positive_weight") for name in PRESETS}
-    assert {name: weight for name, weight in chosen.items() if weight} == {"paper-voc": 2.0, "paper-ade": 35.0}
+def test_the_authors_positive_weights_are_in_the_presets_of_their_datasets() -> None:
+    chosen = {name: preset_for(name, "dkd").get("method") for name in PRESETS}
+    voc = {"positive_weight": 2.0}
+    assert {name: options for name, options in chosen.items() if options} == {
+        "paper-voc": voc,
+        "paper-ade": {"positive_weight": 35.0, "positive_weight_later": 35.0},
+        "voc-laptop": {**voc, "lambda_kd": 2.0, "lambda_dkd": 2.0},
+        "voc-laptop-full": voc,
+    }
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan])

@@ -1,4 +1,4 @@
-"""Foreign weights: what loads, what is reported, what is refused."""
+"""Weights from elsewhere: what loads, what is reported, what is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(one: Backbone, other: Backbone) -> bool:
 
 
 def refusal(backbone: Backbone, weights: str | Path) -> str:
-    """The one line of the error; the backbone must be untouched."""
+    """Return the one line of the error. The backbone must be unchanged."""
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
     with pytest.raises(UserError) as caught:
         load_weights(backbone, weights)

@@ -4,7 +4,7 @@ our results beside published ones as results/NAME/paper.md, .tex and .csv.
     python tools/results.py [runs/voc-laptop] [--out results/voc-laptop]
 
 Summaries of all finished runs under RUNS are added to results/NAME/runs.jsonl, and the pages are made from this file
-alone: run folders may be deleted, or lie on another machine. Runs under ablations/ are compared with the run of the
+alone: run folders may be deleted, or be on another machine. Runs under ablations/ are compared with the run of the
 same task, setting, method and seed outside. No model is loaded or trained; the same file gives the same pages.
 """
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from voc_laptop import Run, learn, photographs
+from voc_laptop import Run, learn, replay_images
 
 from incseg.data.voc import VOC_INFO
 
@@ -24,8 +24,6 @@ TASK = "/".join([",".join(VOC_INFO.classes[:15]), *VOC_INFO.classes[15:17]])
 HELD_OUT = ("--task", TASK, "--data.holdout", "20", "--train.epochs", "2", "--train.epochs_later", "6")
 SLOW, SLOWER = {"train.lr_later": "0.003"}, {"train.lr_later": "0.001"}
 """Learning rates; the published weights of ewc, pi and rw are for the second."""
-POD = (("0.01", "0.0005"), ("0.001", "0.00005"))
-"""Weights on the maps and on the logits: as published, and a tenth of that."""
 TRIALS: dict[str, list[dict[str, str]]] = {
     "mib": [
         *({"method.lambda_kd": w} for w in ("10", "30", "100")),
@@ -36,9 +34,12 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     ],
     "lwf": [{"method.lambda_kd": w} for w in ("10", "100", "300", "1000")],
     "plop": [
-        *({"method.lambda_pod": w, "method.lambda_pod_logits": v} for w, v in POD),
-        *({"method.least_threshold": share} for share in ("0.23", "0.45", "0.7", "1")),
-        {"method.lambda_pod": "0.001", "method.lambda_pod_logits": "0.00005", "method.least_threshold": "0.23"},
+        *({"method.least_threshold": limit} for limit in ("0.001", "0.005", "0.01", "0.016", "0.022")),
+        {"method.median": "authors", "method.least_threshold": "0.001"},
+        *(
+            {"method.lambda_pod": "0.001", "method.lambda_pod_logits": "0.00005", "method.least_threshold": limit}
+            for limit in ("0.005", "0.016")
+        ),
     ],
     "evidential": [
         *({"method.lambda_kd": w} for w in ("3", "10", "20")),
@@ -58,16 +59,19 @@ TRIALS: dict[str, list[dict[str, str]]] = {
     "ssul": [{"train.lr_later": rate} for rate in ("0.005", "0.01", "0.02", "0.05", "0.15")],
     "ilt": [{"method.lambda_features": w} for w in ("3", "10", "30", "100")],
     "sdr": [
-        *({"method.output": out, "method.lambda_kd": w} for out, w in (("kd", "10"), ("kd", "100"), ("mib", "30"))),
+        *({"method.output": "kd", "method.lambda_kd": w} for w in ("10", "100")),
+        {"method.output": "mib", "method.lambda_kd": "30"},
+        *({"method.output": "mib_ce", "method.lambda_kd": w} for w in ("10", "30", "100")),
         {"method.output": "mib", "method.lambda_kd": "30", "method.lambda_matching": "1"},
+        {"method.output": "mib", "method.lambda_kd": "30", "method.start_from_background": "true"},
     ],
     "recall": [
         {"method.replay": "WEB", "train.lr_later": rate} for rate in ("0.01", "0.02", "0.04", "0.08", "0.15", "0.3")
     ],
     "lwf_mc": [{"method.lambda_kd": w} for w in ("1", "3", "10", "30")],
-    "ewc": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
-    "pi": [{"method.weight": "50"}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
-    "rw": [{"method.weight": "30"}, {"method.weight": "100", **SLOW}, {"method.weight": "100", **SLOWER}],
+    "ewc": [{"method.weight": "50", **SLOW}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
+    "pi": [{"method.weight": "50", **SLOW}, {"method.weight": "100", **SLOW}, {"method.weight": "500", **SLOWER}],
+    "rw": [{"method.weight": "30", **SLOW}, {"method.weight": "100", **SLOW}, {"method.weight": "100", **SLOWER}],
 }
 
 
@@ -117,7 +121,7 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         chosen = [r for r in runs(args.out / "web") if any(part in r.name for part in args.only)]
         if any(str(args.out / "web") in r.options for r in chosen):
-            photographs(args.out, args.root, HELD_OUT)
+            replay_images(args.out, args.root, HELD_OUT)
         learn(chosen, args.root, args.out, args.workers, threads=1)
 
 

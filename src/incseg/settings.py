@@ -21,9 +21,9 @@ machine:   only speed, memory and output; results are the same.
 """
 
 
-def setting(default: Any = MISSING, *, affects: Affects, default_factory: Any = MISSING) -> Any:
+def setting(default: Any, *, affects: Affects) -> Any:
     """Return a dataclass field that declares what it affects."""
-    return field(default=default, default_factory=default_factory, metadata={"affects": affects})
+    return field(default=default, metadata={"affects": affects})
 
 
 def names_affecting(kind: Any, *what: Affects) -> frozenset[str]:
@@ -40,17 +40,17 @@ def changed_values(config: Any, *what: Affects) -> dict[str, Any]:
     """
     wanted, found = names_affecting(config, *what), {}
     for each in fields(config):
-        value = _listed(getattr(config, each.name))
+        value = listed(getattr(config, each.name))
         if each.name in wanted and value != _default(each):
             found[each.name] = value
     return found
 
 
 def _default(each: Any) -> Any:
-    return _listed(each.default_factory() if each.default_factory is not MISSING else each.default)
+    return listed(each.default_factory() if each.default_factory is not MISSING else each.default)
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     """Return a tuple as the list that YAML and JSON make of it."""
     return list(value) if isinstance(value, tuple) else value
 

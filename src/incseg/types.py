@@ -115,12 +115,14 @@ class Output:
 
     logits:    (B, C, h, w), one channel per output, in the order of learning.
     embedding: (B, D, h, w), input of the classifiers.
-    stages:    the backbone's stages, shallow to deep.
+    stages:    the backbone's stages, shallow to deep, without their last activation; none with cached features.
+    encoded:   the backbone's output: the last stage, with its activation; None with cached features.
     """
 
     logits: Tensor
     embedding: Tensor
     stages: tuple[Tensor, ...] = ()
+    encoded: Tensor | None = None
 
 
 class Prediction:

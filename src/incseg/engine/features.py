@@ -38,7 +38,7 @@ def feature_store(
     With a `frame`, whole images are stored, otherwise their centre. With `flips`, training images are also stored
     mirrored.
 
-    The key of the store holds everything that the features depend on: weights and structure of the backbone, stages,
+    The key of the store has everything that the features depend on: weights and structure of the backbone, stages,
     size, preprocessing, and the content of the dataset.
     """
     config, backbone = model.config, model.backbone
@@ -56,6 +56,8 @@ def feature_store(
     }
     if model.sizes != [1]:
         key["sizes"] = model.sizes
+    if config.dilate_first:
+        key["dilate_first"] = True
     with torch.no_grad():
         model.eval()
         side = frame or (size, size)

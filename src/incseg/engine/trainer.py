@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from incseg.data.loaders import EpochOrder, Loaders
-from incseg.engine.calibration import score_on_held_out
+from incseg.data.loaders import EpochOrder, Loaded, Loaders
+from incseg.engine.calibration import Calibration
 from incseg.engine.checkpoint import Progress, SavedStep, load_checkpoint, load_step, save_checkpoint
 from incseg.engine.curves import Curves
 from incseg.engine.evaluator import Evaluator
@@ -56,16 +56,22 @@ class TrainConfig:
             from those of the whole batch. Empty for one.
         lr: learning rate of step 0.
         lr_later: learning rate of later steps.
+        head_rate: factor of the learning rate of everything but the backbone; the authors of DKD use 10.
         momentum: Nesterov momentum of SGD.
         weight_decay: weight decay of all parameters.
+        decay_later: parameters with weight decay in later steps: all, or new for those of the new classifier alone, as
+            DKD has it.
         power: exponent of the schedule lr·(1 − iteration/total)^power.
         frozen_later: parts of the model that later steps do not change: nothing (the paper); statistics of the batch
-            norms, which would otherwise adapt to the step's images; head, all but the classifiers; or model, all of
-            it: the new classes then get a classifier only, or a head of their own (own_head).
+            norms, which would otherwise adapt to the step's images; norms, their parameters too; head, all but the
+            classifiers; or model, all of it: the new classes then get a classifier only, or a head of their own
+            (own_head).
         own_head: with a frozen model, give the classes of a later step a head of their own, which starts as a copy of
             the first. The scores of the old classes do not change at all.
         calibrate: after a step with a frozen model, shift the scores of its classes to label held-back images best.
             Not for benchmarks: it uses the images of the test.
+        protect: old classes that do not give way to a new class that lies on them, as a dress lies on a person: with
+            calibrate, they may lose as few pixels as other old classes. Empty for none.
         crop: side of the training images.
         scale: range of the random crop's share of the image's area; empty for no random crop: the shorter side
             becomes `crop` and the centre is used, as in the test.
@@ -87,12 +93,15 @@ class TrainConfig:
     accumulate: int | None = None
     lr: float = 0.01
     lr_later: float = setting(0.001, affects="later")
+    head_rate: float = 1.0
     momentum: float = 0.9
     weight_decay: float = 1e-4
+    decay_later: Literal["all", "new"] = setting("all", affects="later")
     power: float = 0.9
     frozen_later: Frozen = setting("nothing", affects="later")
     own_head: bool = setting(False, affects="later")
     calibrate: bool = setting(False, affects="later")
+    protect: tuple[str, ...] | None = setting(None, affects="later")
     crop: int = 512
     scale: tuple[float, float] | None = (0.5, 2.0)
     label_stride: int = 1
@@ -117,7 +126,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"train.{name} is {value}; it must be at least {least}")
-        for name in ("lr", "lr_later", "weight_decay", "power", "checkpoint_seconds"):
+        for name in ("lr", "lr_later", "head_rate", "weight_decay", "power", "checkpoint_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must be a finite number from 0")
         if not 0 <= self.momentum < 1:
@@ -145,7 +154,7 @@ class TrainConfig:
 
 @dataclass
 class Trainer:
-    """The objects that a run needs; `run` resumes at the state of the run folder and goes to the end."""
+    """The objects that a run needs. `run` resumes from the state of the run folder and trains to the end."""
 
     protocol: Protocol
     loaders: Loaders
@@ -261,7 +270,7 @@ class Trainer:
             fuse(self.model, teacher, fusion_share(len(step.new), len(step.seen)))
         self.method.end_step(context)
         if self._may_use_held_out(step):
-            self.model.shift_newest(self._score_on_held_out(step).shift)
+            self.model.shift_newest(self._calibration(step).score(self.model, apart=True).shifts)
         return progress
 
     def _solve(self, step: Step) -> Progress | None:
@@ -277,17 +286,20 @@ class Trainer:
             label_counts=lambda: self.loaders.label_counts(step),
             inputs=self._inputs,
         )
-        score = (lambda: self._score_on_held_out(step)) if self._may_use_held_out(step) else None
-        return StepContext(step, self.model, teacher, images, self.runtime, score)
+
+        def score(apart: bool = False) -> HeldOutScore:
+            return self._calibration(step).score(self.model, apart)
+
+        may_score = self._may_use_held_out(step)
+        return StepContext(step, self.model, teacher, images, self.runtime, score if may_score else None)
 
     def _may_use_held_out(self, step: Step) -> bool:
         """Return whether held-out images may decide how readily new classes are predicted."""
         frozen = self.train.frozen_later == "model" and step.index > 0
         return self.train.calibrate and frozen and bool(self.loaders.test_images)
 
-    def _score_on_held_out(self, step: Step) -> HeldOutScore:
-        images, config = len(self.loaders.test_images), self.evaluator.config
-        batches = self.loaders.testing(step, range(images), config.batch_size if config.size else 1)
+    def _calibration(self, step: Step) -> Calibration:
+        held_back, config, some = len(self.loaders.test_images), self.evaluator.config, range(0)
         if unshown := [name for name in step.names if self.class_images and not self.class_images[name][1]]:
             log.info(
                 f"note: no held-back photograph shows {', '.join(unshown)}, so the photographs to learn from also "
@@ -295,24 +307,20 @@ class Trainer:
             )
             count = len(self.loaders.train_images[step.index])
             some = range(0, count, max(1, count // _MOST_TO_CALIBRATE))
-            batches = itertools.chain(batches, self.loaders.plain(step, config.batch_size, some))
-            images += len(some)
-        shown = with_progress(batches, "calibrating", images)
-        return score_on_held_out(self.model, self.method, shown, self.runtime)
+
+        def batches() -> Iterator[Loaded]:
+            of_test = self.loaders.testing(step, range(held_back), config.batch_size if config.size else 1)
+            shown = itertools.chain(of_test, self.loaders.plain(step, config.batch_size, some) if some else ())
+            return iter(with_progress(shown, "calibrating", held_back + len(some)))
+
+        return Calibration(self.method, batches, self.runtime, self.train.protect or ())
 
     def _fit(self, step: Step, teacher: Segmenter | None) -> Progress:
         """Train the step, or the rest of an interrupted one. Ctrl-C saves a checkpoint first."""
         epochs, base_lr, _ = self.train.for_step(step.index)
         compiled = self.train.uses("compile")
         wrapped = self.runtime.wrap(torch.compile(self.model) if compiled else self.model)  # type: ignore[arg-type]
-        optimizer = torch.optim.SGD(
-            [p for p in self.model.parameters() if p.requires_grad],
-            base_lr,
-            self.train.momentum,
-            weight_decay=self.train.weight_decay,
-            nesterov=self.train.momentum > 0,
-            fused=self.train.uses("fused") or None,  # else torch's own choice
-        )
+        optimizer = build_optimizer(self.model, self.train, step.index)
         scaler = self.runtime.grad_scaler()
         progress = load_checkpoint(
             self.folder.checkpoint,
@@ -341,7 +349,7 @@ class Trainer:
             for inputs, labels, images in self.loaders.training(step, order):
                 iteration = progress.iteration
                 for group in optimizer.param_groups:
-                    group["lr"] = base_lr * (1 - iteration / total) ** self.train.power
+                    group["lr"] = group["factor"] * base_lr * (1 - iteration / total) ** self.train.power
                 batch = self._to_batch(inputs, labels, images)
                 terms, norm = self._update(wrapped, teacher, optimizer, scaler, batch, step, iteration)
                 progress.add(terms, norm, starts_epoch=iteration % per_epoch == 0)
@@ -490,6 +498,27 @@ class Trainer:
             write_record(self.folder.results, results)
             self.folder.checkpoint.unlink(missing_ok=True)
         return results
+
+
+def build_optimizer(model: Segmenter, config: TrainConfig, index: int) -> torch.optim.SGD:
+    """Return SGD over the parameters that a step trains, in groups that differ in their rate or weight decay."""
+    _, lr, _ = config.for_step(index)
+    newest = set(model.classifiers[-1].parameters())
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        factor = 1.0 if name.startswith("backbone.") else config.head_rate
+        decays = config.decay_later == "all" or index == 0 or parameter in newest
+        if parameter.requires_grad:
+            groups.setdefault((factor, config.weight_decay if decays else 0.0), []).append(parameter)
+    return torch.optim.SGD(
+        [
+            {"params": parameters, "lr": factor * lr, "weight_decay": decay, "factor": factor}
+            for (factor, decay), parameters in groups.items()
+        ],
+        momentum=config.momentum,
+        nesterov=config.momentum > 0,
+        fused=config.uses("fused") or None,  # else torch's own choice
+    )
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def local_pod(
 
 def trained_maps(out: Output, teacher: Output) -> tuple[list[Tensor], list[Tensor]]:
     """Return the maps that training can change, and those of the teacher: the stages of a backbone that is not frozen
-    (with cached features there are none), and the embedding."""
+    (with cached features there are none), before their last activation, and the embedding."""
     pairs = [(own, old) for own, old in zip(out.stages, teacher.stages, strict=True) if own.requires_grad]
     pairs.append((out.embedding, teacher.embedding))
     return [own for own, _ in pairs], [old for _, old in pairs]

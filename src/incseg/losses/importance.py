@@ -13,6 +13,10 @@ from torch import Tensor
 
 SQUARE_RATE = 0.9
 """Share of the newest g² in its running mean (MiB's code, the source of the published figures of EWC and RW)."""
+WALK_UPDATES = 10
+"""Updates between two scores of Riemannian walk (MiB's code)."""
+RANGE_DAMPING = 1e-8
+"""Added to the range of a tensor that is scaled to [0, 1] (MiB's code)."""
 PATH_DAMPING = 1e-3
 """ξ of the path integral (Zenke et al. 2017, section 5.1): prevents division by zero if a parameter hardly moved."""
 WALK_DAMPING = 1e-8
@@ -46,7 +50,7 @@ def running_square(average: Tensor, gradient: Tensor, rate: float = SQUARE_RATE)
 
 
 def path_step(gradient: Tensor, before: Tensor, now: Tensor) -> Tensor:
-    """g(now)·(before − now): the decrease of the loss in the last update due to this parameter.
+    """g(now)·(before − now): the decrease of the loss due to this parameter, from one point of the path to the next.
 
     The sum over updates is the path integral with the gradient at the end of each piece. For a quadratic loss its
     error is half of the curvature times the squared step.
@@ -65,6 +69,6 @@ def path_importance(path: Tensor, start: Tensor, end: Tensor) -> Tensor:
 
 
 def min_max(x: Tensor) -> Tensor:
-    """Scale a tensor to [0, 1]; a constant tensor becomes zero."""
+    """Scale a tensor to [0, 1]; a constant tensor becomes zero, and a range far below 1e-8 nearly so."""
     low, high = x.min(), x.max()
-    return torch.where(high > low, (x - low) / (high - low), torch.zeros_like(x))
+    return (x - low) / (high - low + RANGE_DAMPING)

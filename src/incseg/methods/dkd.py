@@ -11,12 +11,15 @@ features and has no part in the prediction. Loss: Σ BCE of the step's own class
 to the teacher's old logits (`binary_distillation`) + λ_DKD·(the same of both parts, `decompose`) + BCE(auxiliary, 0)
 (`log_one_plus_exp`).
 
-In step 0 the positive pixels of a class can have a higher weight (`positive_weight`). The authors' scripts use 2 in
-step 0 on VOC and 1 in later steps, and 35 in every step on ADE20k. The presets paper-voc and paper-ade use 2 and 35.
-The default is 1, as in all runs in results/ that do not name the option.
+The pixels of a class can have a higher weight in its BCE. The authors' scripts use 2 in step 0 on VOC and 1 in later
+steps, and 35 in every step on ADE20k; the presets for these datasets do the same.
+
+The authors train the head ten times as fast as the backbone. In later steps they freeze norms with their parameters,
+and only new classifiers have weight decay. The presets paper-voc and paper-ade do the same (`train.head_rate`,
+`train.frozen_later norms`, `train.decay_later new`).
 
 Differences from DKD: void pixels are left out of the loss on labels and the auxiliary loss. The head ends in a leaky
-ReLU, so features can be slightly negative. Later steps on ADE20k have no `positive_weight`.
+ReLU, so features can be slightly negative.
 """
 
 from __future__ import annotations
@@ -52,16 +55,19 @@ class DKD(Method):
             lambda_auxiliary: weight of the auxiliary classifier's loss.
             positive_weight: weight of a class's own pixels in its BCE in step 0, like `pos_weight` of PyTorch's
                 BCEWithLogitsLoss; the authors use 2 on VOC and 35 on ADE20k; 1 weights all pixels equally.
+            positive_weight_later: the same in later steps; the authors use 1 on VOC and 35 on ADE20k.
         """
 
         lambda_kd: float = setting(5.0, affects="later")  # the authors' configuration for VOC, as all below
         lambda_dkd: float = setting(5.0, affects="later")
         lambda_auxiliary: float = 1.0
-        positive_weight: float = 1.0  # not the authors'
+        positive_weight: float = 1.0
+        positive_weight_later: float = setting(1.0, affects="later")
 
         def __post_init__(self) -> None:
-            if not self.positive_weight > 0:
-                raise UserError(f"positive_weight is {self.positive_weight}; give a weight above 0")
+            for name in ("positive_weight", "positive_weight_later"):
+                if not getattr(self, name) > 0:
+                    raise UserError(f"{name} is {getattr(self, name)}; give a weight above 0")
 
     config: Config
 
@@ -82,12 +88,13 @@ class DKD(Method):
 
     def pixel_losses(self, logits: Tensor, labels: Tensor, teacher: Tensor | None, step: Step) -> dict[str, PixelTerm]:
         num_old = len(step.old)
-        positive_weight = self.config.positive_weight if step.index == 0 else 1.0
+        config = self.config
+        positive_weight = config.positive_weight_later if step.index else config.positive_weight
         own = binary_cross_entropy(logits[:, num_old + 1 :], labels, num_old + 1, positive_weight)
         terms: dict[str, PixelTerm] = {"bce": PixelMean(own)}
         if teacher is not None:
             kd = binary_distillation(logits[:, 1 : num_old + 1], teacher[:, 1:])
-            terms["kd"] = PixelMean(kd, self.config.lambda_kd, over="all")
+            terms["kd"] = PixelMean(kd, config.lambda_kd, over="all")
         return terms
 
     def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:

@@ -5,8 +5,8 @@ A quadratic penalty holds the parameters that matter to the old classes: cross-e
 min-max normalised per tensor (`min_max`).
 
 Background is an ordinary output, so old objects labelled background still change it. The penalty does not prevent
-this. As in MiB, the running mean continues through the steps and uses the gradient of the batch, not of each image.
-Here it starts at 0, in MiB at 1; after ten updates the two agree. A tensor of equal values has no importance.
+this. As in MiB, the running mean starts at 1, continues through the steps and uses the gradient of the batch, not of
+each image. A tensor of equal values has no importance.
 """
 
 from __future__ import annotations

@@ -55,6 +55,6 @@ class ILT(Method):
 
 def _deepest_trained(out: Output, teacher: Output) -> tuple[Tensor, Tensor]:
     """Return the backbone's last stage of both models, or their embeddings where the backbone is not trained."""
-    if out.stages and out.stages[-1].requires_grad:
-        return out.stages[-1], teacher.stages[-1]
+    if out.encoded is not None and teacher.encoded is not None and out.encoded.requires_grad:
+        return out.encoded, teacher.encoded
     return out.embedding, teacher.embedding

@@ -5,8 +5,8 @@ new class. Both losses treat background as that union. New classifiers start as 
 classes lose no probability.
 
 Training is `CE + λ_KD·KD`: `background_cross_entropy_sum` (cross-entropy in step 0) and `background_distillation_sum`;
-new classifiers start by `initialise_from_background`. λ is 10, as the evidential paper states for MiB and itself;
-MiB's own runs used 100 on VOC 15-1.
+new classifiers start by `initialise_from_background`. λ is 10, as in MiB's repository and as stated in the evidential
+paper.
 
 Two ablations of the evidential paper are options; its second row has both. `background: bias` holds the weights of
 background at zero, also in step 0, so that background is a single bias. `freeze_old` trains neither the classifiers of
@@ -46,7 +46,7 @@ class MiB(Method):
             freeze_old: after step 0, train only the newest classifier, not the older ones or background.
         """
 
-        lambda_kd: float = 10.0  # MiB; 100 in its runs of VOC 15-1
+        lambda_kd: float = 10.0  # MiB
         start_from_background: bool = True
         background: Literal["output", "bias"] = "output"
         freeze_old: bool = False

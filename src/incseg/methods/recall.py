@@ -9,20 +9,21 @@ both kinds of images (`cross_entropy_sum`); labels of a replay image: arg-max of
 
 Differences from RECALL: the helper of step 0 is the decoder of step 0 itself, so that other methods can share step 0.
 Later helpers start from the step's own decoder with its norm statistics and are trained for a few epochs. Replay
-images are not augmented. Without replay images the method only fills in background and freezes the encoder.
+images are not augmented. The authors' code fills in void pixels too, but not the background of replay images
+(`fill: new`). Without replay images the method only fills in background and freezes the encoder.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from incseg.losses.labels import fill_background, shifted
-from incseg.losses.means import PixelMean, PixelTerm
+from incseg.losses.means import PixelMean, PixelTerm, Term
 from incseg.losses.pixelwise import pixelwise
 from incseg.losses.softmax import cross_entropy_sum
 from incseg.methods.base import CROSS_ENTROPY, Method, StepContext
@@ -30,7 +31,8 @@ from incseg.methods.replay import open_replay
 from incseg.models.segmenter import Segmenter
 from incseg.outputs.softmax import softmax_prediction
 from incseg.protocol import Step
-from incseg.types import Batch, Increment, Inputs, Output, UserError
+from incseg.settings import setting
+from incseg.types import BACKGROUND, IGNORE, Batch, Increment, Inputs, Output, UserError
 
 log = logging.getLogger("incseg")
 
@@ -49,6 +51,8 @@ class Recall(Method):
             generator: package.module:callable that makes the images instead; it is called as
                 generator(class_name, count, seed) and returns Pillow images (RECALL, GAN).
             replay_images: most images of a class; empty for 100.
+            fill: where the teacher fills in background: in all images (all, the paper); or, as in the authors' code, in
+                the step's own images alone, and in their void pixels too (new).
             helper_epochs: passes over a step's images that train its helper decoder.
             helper_lr: initial learning rate of the helper decoders; it falls linearly to zero.
         """
@@ -56,6 +60,7 @@ class Recall(Method):
         replay: str | None = None
         generator: str | None = None
         replay_images: int | None = None
+        fill: Literal["all", "new"] = setting("all", affects="later")
         helper_epochs: int = 4
         helper_lr: float = 0.01
 
@@ -107,6 +112,19 @@ class Recall(Method):
         if teacher is not None:
             labels = fill_background(labels, softmax_prediction(teacher).labels)
         return super().pixel_losses(logits, labels, teacher, step)
+
+    def losses(self, batch: Batch, out: Output, teacher: Output | None, step: Step) -> dict[str, Term]:
+        if teacher is None or self.config.fill == "all":
+            return super().losses(batch, out, teacher, step)
+        own = torch.tensor([number >= 0 for number in batch.images], device=batch.labels.device).view(-1, 1, 1)
+
+        def strip(logits: Tensor, labels: Tensor, old: Tensor | None) -> dict[str, PixelTerm]:
+            assert old is not None
+            filled = own & ((labels == BACKGROUND) | (labels == IGNORE))
+            labels = torch.where(filled, softmax_prediction(old).labels, labels)
+            return {"ce": PixelMean(cross_entropy_sum(logits, labels), over="all")}  # no void is left
+
+        return {**pixelwise(strip, batch, out.logits, teacher.logits)}
 
     def end_step(self, context: StepContext) -> None:
         if self._replay is not None and context.step.index > 0:

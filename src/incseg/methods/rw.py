@@ -1,11 +1,9 @@
 """Riemannian walk, RW (Chaudhry et al., 2018; for segmentation as MiB runs it, 2020).
 
 EWC and PI combined: cross-entropy + λ·Σ I·(θ − θ_old)² (`quadratic_penalty`). I is the Fisher information
-(`running_square`) plus a score: the decrease of the loss per distance on the Riemannian manifold (`walk_step`), summed
-over the updates of a step and averaged with the score of earlier steps. Both are min-max normalised per tensor
-(`min_max`).
-
-The score is computed at every update; MiB computes it at every tenth.
+(`running_square`) plus a score: the decrease of the loss per distance on the Riemannian manifold (`walk_step`) from
+every tenth update to the next, summed over a step and averaged with the score of earlier steps. Both are min-max
+normalised per tensor (`min_max`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from incseg.types import MAX_CLASSES, Increment, UserError
 FORMAT = "incseg-model"
 FORMAT_VERSION = 3
 """2 has heads of later classes, 3 a closed form; a model without them is written as 1, which older versions read."""
-_LATER_FIELDS = ("classifier", "sharpen")
+_LATER_FIELDS = ("classifier", "sharpen", "dilate_first")
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """A torch.save archive, and plain pickles of protocols 2 to 5."""
 MOST_TEST_SIZE = 10_000

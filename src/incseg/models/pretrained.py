@@ -6,7 +6,7 @@ Foreign tensors are matched by name and shape, reported, and refused where they 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from incseg.io import first_few
 from incseg.models.backbones.base import Backbone
 from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.outputs.evidential import Rectifier, deciding_score
@@ -25,7 +26,6 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("", "module.", "backbone.", "encoder.", "module.backbone.", "module.encoder.")
 COUNTER = "num_batches_tracked"
 MIN_MATCHED = 0.9
-SHOWN = 3
 
 
 def build_segmenter(config: ModelConfig, background_output: bool, log: Callable[[str], None] = print) -> Segmenter:
@@ -161,12 +161,6 @@ def _refuse_if_wrong(report: WeightReport, wanted: Mapping[str, Tensor], given: 
     broken = [name for name in report.matched if not torch.isfinite(given[name]).all()]
     if broken:
         raise UserError(f"weights '{report.source}' hold NaN or infinity in {first_few(broken)}; use another file")
-
-
-def first_few(names: Iterable[str]) -> str:
-    """Return the first names of a list, for a message."""
-    names = list(names)
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 
 def _line(error: Exception) -> str:

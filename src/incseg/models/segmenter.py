@@ -34,7 +34,7 @@ FINER = 4
 straight to the features' grid and then to the image, small objects of the old classes would be smoothed away."""
 MOST_ROUNDS = 20
 """Of `sharpen`: each takes time and widens what is averaged."""
-Frozen = Literal["nothing", "statistics", "head", "model"]
+Frozen = Literal["nothing", "statistics", "norms", "head", "model"]
 
 
 @dataclass
@@ -53,6 +53,8 @@ class ModelConfig:
         norm: batch; group (no batch statistics); frozen (the backbone's running statistics never
             change, its affine parameters train; the head, which has no pretrained statistics, uses batch); or
             frozen-group (the same backbone, group in the head: no statistics of batches anywhere).
+        dilate_first: where a stride of a ResNet became dilation, dilate the first block of the stage, too, as the
+            networks of MiB and PLOP do; torchvision's does not. Other backbones ignore it.
         freeze_backbone: Train the head only; neither parameters nor statistics of the backbone change.
         head: Empty for the field's (MiB's); torchvision for that of its DeepLabv3, which has one layer more
             (incseg import makes such models).
@@ -69,6 +71,7 @@ class ModelConfig:
     dilations: tuple[int, int, int] | None = None
     norm: Literal["batch", "group", "frozen", "frozen-group"] = "batch"
     freeze_backbone: bool = False
+    dilate_first: bool = False
     head: Literal["torchvision"] | None = None
     classifier: str | None = None
     sharpen: int = setting(0, affects="inference")
@@ -117,6 +120,8 @@ class Segmenter(nn.Module):
         self.increments: list[Increment] = []
         norm = "frozen" if config.norm == "frozen-group" else config.norm
         self.backbone = build_backbone(config.backbone, config.output_stride, norm)
+        if config.dilate_first:
+            self.backbone.dilate_first_blocks()
         dilations = config.dilations or default_dilations(config.output_stride)
         head_norm: Literal["batch", "group"] = "group" if config.norm in ("group", "frozen-group") else "batch"
         channels = [self.backbone.channels[stage] for stage in self._stages_read()]
@@ -305,15 +310,16 @@ class Segmenter(nn.Module):
         reader.weight = weight.to(form.weight)
 
     @torch.no_grad()
-    def shift_newest(self, amount: float) -> None:
-        """Add to all scores of the newest classes: how boldly they are predicted."""
+    def shift_newest(self, amounts: Sequence[float]) -> None:
+        """Add a number to the scores of each of the newest classes: how readily it is predicted."""
         newest = self.increments[-1]
         if newest.beside:
-            self.heads[newest.head - 1].get_buffer("shifts").add_(amount)
+            scores = self.heads[newest.head - 1].get_buffer("shifts")
         elif newest.solved and self.closed_form is not None:
-            self.closed_form.shifts[-len(newest.classes) :] += amount
+            scores = self.closed_form.shifts[-len(newest.classes) :]
         else:
-            self.classifiers[-1].get_parameter("bias").add_(amount)
+            scores = self.classifiers[-1].get_parameter("bias").data
+        scores += torch.tensor(amounts).to(scores)
 
     def train(self, mode: bool = True) -> Segmenter:
         super().train(mode)
@@ -324,8 +330,8 @@ class Segmenter(nn.Module):
     def freeze(self, part: Frozen) -> None:
         """Freeze a part for the training that follows. Call it again after every call of `train`.
 
-        statistics: of every batch norm. head: all but the classifiers, its batch norms with it. model: all but the
-        newest classifier and, where that has one of its own, its head.
+        statistics: of every batch norm. norms: their parameters, too. head: all but the classifiers, its batch norms
+        with it. model: all but the newest classifier and, where that has one of its own, its head.
         """
         if part == "model":
             self.eval().requires_grad_(False)
@@ -336,13 +342,15 @@ class Segmenter(nn.Module):
         for name, module in self.named_children():
             if part == "head" and name != "classifiers":
                 module.eval().requires_grad_(False)
-        if part == "statistics":
+        if part in ("statistics", "norms"):
             for module in self.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.eval()
+                    if part == "norms":
+                        module.requires_grad_(False)
 
     def encode(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the backbone's stages; without gradient where it is frozen."""
+        """Return the backbone's stages without their last activation; without gradient where it is frozen."""
         if self.config.freeze_backbone:
             with torch.no_grad():
                 return self.backbone(images)
@@ -350,7 +358,7 @@ class Segmenter(nn.Module):
 
     def read_by_head(self, stages: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return those of the backbone's stages that a head reads."""
-        return tuple(stages[stage] for stage in self._stages_read())
+        return tuple(self.backbone.activate(stages[stage]) for stage in self._stages_read())
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return what the heads read of images, at each of `sizes`: what a feature cache holds."""
@@ -419,7 +427,7 @@ class Segmenter(nn.Module):
         embedding = self._embedding(0, seen[self.shrinks[0]].stages)
         if all(increment.head == 0 for increment in self.increments):
             logits = at_edges(self._classified(embedding, range(len(self.classifiers))), self.shrinks[0])
-            return Output(logits, embedding, stages)
+            return self._output(logits, embedding, stages)
         finest = seen[min(self._shrinks_read)]
         if sharpen and finest.guide is not None:
             size = finest.guide.shape[-2:]
@@ -437,7 +445,8 @@ class Segmenter(nn.Module):
             widths = [self.classifiers[index].get_parameter("bias").numel() for index in own]
             by_increment |= dict(zip(own, logits.split(widths, dim=1), strict=True))
         if len(by_increment) == len(self.increments):
-            return Output(torch.cat([by_increment[i] for i in sorted(by_increment)], 1), embedding, stages)
+            logits = torch.cat([by_increment[i] for i in sorted(by_increment)], 1)
+            return self._output(logits, embedding, stages)
         form, solving, solved = self._solving(), self._solving_heads(), dict[int, Tensor]()
         for shrink in sorted({self.shrinks[head] for head in solving}):
             read = embedding if shrink == self.shrinks[0] else self._embedding(0, seen[shrink].stages)
@@ -446,7 +455,10 @@ class Segmenter(nn.Module):
                 if self.shrinks[head] == shrink:
                     solved[head] = resized(at_edges(self.heads[head - 1](random), shrink), size)
         scores = torch.cat([by_increment[i] for i in sorted(by_increment)], 1) if by_increment else None
-        return Output(self._combined(scores, solved), embedding, stages)
+        return self._output(self._combined(scores, solved), embedding, stages)
+
+    def _output(self, logits: Tensor, embedding: Tensor, stages: tuple[Tensor, ...]) -> Output:
+        return Output(logits, embedding, stages, self.backbone.activate(stages[-1]) if stages else None)
 
     def _solving(self) -> ClosedForm:
         form = self.closed_form

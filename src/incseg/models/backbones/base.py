@@ -50,7 +50,17 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the stages of (B, 3, H, W) images, shallow to deep; a stage of stride s is ⌈H/s⌉ × ⌈W/s⌉."""
+        """Return the stages of (B, 3, H, W) images, shallow to deep; a stage of stride s is ⌈H/s⌉ × ⌈W/s⌉.
+
+        Stages that end in an activation are returned without it if `activate` applies it.
+        """
+
+    def activate(self, stage: Tensor) -> Tensor:
+        """Apply the last activation of a stage to what `forward` returns of it."""
+        return stage
+
+    def dilate_first_blocks(self) -> None:
+        """Dilate the first block of a stage whose stride became dilation like the others, where a backbone can."""
 
     def fold_norms(self) -> None:
         """Merge frozen batch norms into their convolutions where a backbone can: for prediction only, and faster."""

@@ -23,7 +23,10 @@ def shortcut(inputs: int, outputs: int, stride: int, norm: NormKind) -> nn.Seque
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions. The second works on the strided grid, so it takes the later dilation."""
+    """Two 3×3 convolutions. The second works on the strided grid, so it takes the later dilation.
+
+    Blocks return their sum without the last activation, because local POD compares the sums of stages.
+    """
 
     expansion = 1
 
@@ -38,8 +41,7 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = self.bn2(self.conv2(out))
-        out = out + (x if self.downsample is None else self.downsample(x))
-        return F.relu(out, inplace=True)
+        return out + (x if self.downsample is None else self.downsample(x))
 
 
 class Bottleneck(nn.Module):
@@ -62,11 +64,22 @@ class Bottleneck(nn.Module):
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = F.relu(self.bn2(self.conv2(out)), inplace=True)
         out = self.bn3(self.conv3(out))
-        out = out + (x if self.downsample is None else self.downsample(x))
-        return F.relu(out, inplace=True)
+        return out + (x if self.downsample is None else self.downsample(x))
 
 
 Block = type[BasicBlock] | type[Bottleneck]
+
+
+class Stage(nn.Sequential):
+    """Residual blocks with an activation between them; none before the first and after the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self
+        x = first(x)
+        for block in rest:
+            x = block(F.relu(x, inplace=True))
+        return x
+
 
 LAYOUTS: dict[int, tuple[Block, tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
@@ -83,7 +96,7 @@ def residual_stage(
     first = block(inputs, width, stride, dilation, later, norm)
     outputs = width * block.expansion
     rest = (block(outputs, width, 1, later, later, norm) for _ in range(blocks - 1))
-    return nn.Sequential(first, *rest)
+    return Stage(first, *rest)
 
 
 class ResNet(Backbone):
@@ -92,6 +105,7 @@ class ResNet(Backbone):
     def __init__(self, depth: int, output_stride: int, norm: NormKind):
         super().__init__(f"resnet{depth}", output_stride)
         block, blocks = LAYOUTS[depth]
+        self._strided = "conv1" if block is BasicBlock else "conv2"
         self.channels = tuple(width * block.expansion for width in STAGE_WIDTHS)
 
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
@@ -107,7 +121,16 @@ class ResNet(Backbone):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         x = F.relu(self.bn1(self.conv1(images)), inplace=True)
         x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
-        stage1 = self.layer1(x)
-        stage2 = self.layer2(stage1)
-        stage3 = self.layer3(stage2)
-        return stage1, stage2, stage3, self.layer4(stage3)
+        stages = [self.layer1(x)]
+        for layer in (self.layer2, self.layer3, self.layer4):
+            stages.append(layer(F.relu(stages[-1])))
+        return tuple(stages)
+
+    def activate(self, stage: Tensor) -> Tensor:
+        return F.relu(stage)
+
+    def dilate_first_blocks(self) -> None:
+        for stage in (self.layer2, self.layer3, self.layer4):
+            first, second = (getattr(block, self._strided) for block in (stage[0], stage[1]))
+            if first.stride == (1, 1):
+                first.dilation = first.padding = second.dilation

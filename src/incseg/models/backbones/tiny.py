@@ -36,6 +36,9 @@ class TinyNet(Backbone):
         x = F.relu(self.stem_norm(self.stem(images)), inplace=True)
         outputs = []
         for stage in self.stages:
-            x = stage(x)
-            outputs.append(x)
+            outputs.append(stage(x))
+            x = F.relu(outputs[-1])
         return tuple(outputs)
+
+    def activate(self, stage: Tensor) -> Tensor:
+        return F.relu(stage)
