@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by chromedriver's own protocol (W3C WebDriver): JSON over HTTP, nothing to install."""
+"""A headless Chromium, controlled through chromedriver by the W3C WebDriver protocol: JSON over HTTP, nothing to
+install."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _OPENER = build_opener(ProxyHandler({}))  # the driver is on this machine
 
 
 class Browser:
-    """One window."""
+    """A browser with one window."""
 
     def __init__(self, downloads: Path, width: int = 1280, height: int = 900, *flags: str) -> None:
         chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -67,15 +68,15 @@ class Browser:
         self._call("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value of JavaScript's `return …`."""
+        """Return the value of a JavaScript `return …`."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def run_command(self, command: str, **parameters: Any) -> Any:
-        """One of Chromium's own development commands."""
+        """Run one of Chromium's own development commands."""
         return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
-        """As soon as the script gives something true, that."""
+        """Wait until the script returns a true value, and return it."""
         return until(lambda: self.run(script, *arguments), script, seconds)
 
     def element(self, selector: str) -> str:
@@ -86,14 +87,14 @@ class Browser:
         self._call("POST", f"{self.element(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:
-        """Keys into an element; into a file input the path of a file."""
+        """Type keys into an element, or the path of a file into a file input."""
         self._call("POST", f"{self.element(selector)}/value", {"text": text})
 
     def text(self, selector: str) -> str:
         return self._call("GET", f"{self.element(selector)}/text")
 
     def hover(self, selector: str, x: float, y: float) -> None:
-        """The pointer to a place of an element, as shares of its width and height."""
+        """Move the pointer to a place of an element, given as shares of its width and height."""
         self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
         box = self.run("return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()", selector)
         place = {"x": int(box["x"] + x * box["width"]), "y": int(box["y"] + y * box["height"])}
@@ -104,11 +105,11 @@ class Browser:
         return base64.b64decode(self._call("GET", "/screenshot"))
 
     def console(self) -> list[str]:
-        """What the page complained of since the last call."""
+        """Return the errors and warnings of the page since the last call."""
         return [f"{entry['level']} {entry['message']}" for entry in self._log("browser")]
 
     def requests(self) -> list[str]:
-        """The addresses that the page asked for since the last call, but those inside the browser."""
+        """Return the addresses that the page requested since the last call, without those inside the browser."""
         events = [json.loads(entry["message"])["message"] for entry in self._log("performance")]
         urls = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
         return [url for url in urls if urlsplit(url).scheme not in ("blob", "data")]
@@ -118,7 +119,7 @@ class Browser:
 
 
 def until(check: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    """The first true value of `check`."""
+    """Return the first true value of `check`."""
     deadline = time.monotonic() + seconds
     while not (value := check()):
         assert time.monotonic() < deadline, f"never came true: {what}"

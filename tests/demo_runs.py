@@ -1,4 +1,5 @@
-"""Run folders of random models for the demo's tests: as training leaves them, without the training; and its command."""
+"""Run folders of random models for the demo's tests, as training writes them but without the training; and the
+command."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ STEPS = (("disc", "square", "triangle"), ("ring",), ("star", "cross"))
 
 
 def random_run(folder: Path, method: str = "evidential", dataset: str = "shapes", seed: int = 3) -> Path:
-    """Three steps, decisive enough to predict several classes."""
+    """Write a run of three steps whose models predict several classes."""
     torch.manual_seed(seed)
     run = RunDir(folder)
     write_text(run.config, "task: 3-1-2\n")
@@ -59,7 +60,7 @@ def random_run(folder: Path, method: str = "evidential", dataset: str = "shapes"
 def demo_until_signal(
     arguments: list[str], number: int, capsys: pytest.CaptureFixture[str], visit: Callable[[str], Any]
 ) -> tuple[int, str]:
-    """Exit code and output of the command, which is visited at its address and then gets a signal."""
+    """Run the command, open its address, and send it a signal. Return its exit code and output."""
     shown: list[str] = []
 
     def address() -> str | None:
@@ -81,7 +82,7 @@ def demo_until_signal(
 
 
 def small_analytic_run(folder: Path) -> Path:
-    """Two steps in closed form, in about a second: a model that can be taught."""
+    """Train two steps in closed form, in about a second: a model that can be taught."""
     config = small_config(
         folder,
         task="disc,square/ring",

@@ -1,4 +1,4 @@
-"""The public API: lazy, typed, and the same runs and predictions as the command line."""
+"""The public API: lazy imports, types, and the same runs and predictions as on the command line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def first(mine: Path, tmp_path_factory: pytest.TempPathFactory) -> incseg.Run:
 
 
 def test_the_import_is_light() -> None:
-    """Neither torch nor NumPy comes with the package, its version, its error and the list of its names."""
+    """Importing the package, its version, its error and the list of its names imports neither torch nor NumPy."""
     script = (
         "import sys, incseg; incseg.__version__; incseg.UserError; assert set(incseg.__all__) <= set(dir(incseg));"
         "print([name for name in ('torch', 'numpy', 'PIL', 'rich') if name in sys.modules])"
@@ -89,7 +89,7 @@ def test_every_public_name_is_there_and_has_an_example() -> None:
 
 
 def test_extend_stays_a_function_when_everything_is_imported() -> None:
-    """A module incseg.extend would take the place of the function as soon as it is imported."""
+    """A module incseg.extend would replace the function when it is imported."""
     for name in incseg.__all__:
         assert not (Path(incseg.__file__).parent / f"{name}.py").exists()
 
@@ -105,7 +105,7 @@ TYPED = {
 
 
 def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
-    """With a stub instead of torch, which mypy takes a minute to read."""
+    """A stub replaces torch, which mypy would need a minute to read."""
     stubs = tmp_path / "stubs" / "torch"
     stubs.mkdir(parents=True)
     (stubs / "__init__.pyi").write_text(
@@ -129,11 +129,11 @@ def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
             str(tmp_path / "snippet.py"),
         ]
     )
-    told = dict(line.split(".py:")[1].split(": ", 1) for line in found.splitlines() if "snippet.py:" in line)
+    found_at = dict(line.split(".py:")[1].split(": ", 1) for line in found.splitlines() if "snippet.py:" in line)
     for number, kind in enumerate(TYPED.values(), start=3):
-        assert kind in told[str(number)], found
-    assert 'incompatible type "int"' in told["9"]
-    assert 'no attribute "trian"' in told["10"]
+        assert kind in found_at[str(number)], found
+    assert 'incompatible type "int"' in found_at["9"]
+    assert 'no attribute "trian"' in found_at["10"]
 
 
 def test_training_is_that_of_the_command_line(first: incseg.Run, mine: Path, tmp_path: Path, capsys) -> None:
@@ -265,7 +265,7 @@ def test_removing_evaluating_and_exporting_are_those_of_the_command_line(
 
 
 def test_a_video_is_predicted_frame_by_frame(first: incseg.Run) -> None:
-    """Nothing is read ahead and nothing of a frame remains, so a video may have any length."""
+    """No frame is read in advance and none is stored, so a video may have any length."""
     read, frames = 0, list[Any]()
 
     class Frame(np.ndarray):  # a plain array takes no weak reference

@@ -1,4 +1,4 @@
-"""Models that come with incseg: used by name, put together from the package and the backbone's extra."""
+"""Models that come with incseg: used by name, assembled from the package and the weights of the extra."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         boxed_model("voc20")
 
 
-def test_one_photograph_adds_a_class_and_the_others_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """README's first extension, on photographs of different sizes."""
+def test_one_photograph_adds_a_class_and_the_others_do_not_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first extension in README, on photographs of different sizes."""
     out = tmp_path / "cup"
     argv = ["extend", "voc20", "--root", EXAMPLE, "--out", out, "--threads", 1, "--device", "cpu"]
     assert main([*map(str, argv)]) == 0

@@ -92,7 +92,7 @@ def test_where_it_holds() -> None:
 @pytest.mark.parametrize("scope", ["increment", "seen"])
 @pytest.mark.parametrize("shift", [0.0, 100.0])
 def test_the_method_takes_it_and_gives_the_same(scope: str, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far scores go through log space, near ones do not; losses and gradients agree with log space alone."""
+    """Large scores use log space, small ones do not. Losses and gradients equal those in log space alone."""
     method = Evidential(Evidential.Config(scope=scope))  # type: ignore[arg-type]
     step = type("Step", (), {"old": (1, 2, 3), "new": (4, 5), "seen": (1, 2, 3, 4, 5)})()
     labels = torch.randint(3, 6, (2, 20, 24), generator=torch.Generator().manual_seed(2)).to(torch.uint8)

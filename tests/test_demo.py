@@ -1,4 +1,4 @@
-"""The demo's server: what it answers, and what it does with everything that clients should not send."""
+"""The demo's server: its answers, and how it treats requests that clients should not send."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ Answer = tuple[int, dict[str, str], bytes]
 def ask(
     server: DemoServer, method: str, path: str, body: bytes | None = None, seconds: float = 60, **headers: str
 ) -> Answer:
-    """A well-formed request; headers with _ for -."""
+    """Send a well-formed request. A _ in the name of a header means -."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=seconds)
     try:
         connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -97,9 +97,9 @@ def upload(server: DemoServer, body: bytes, model: int = 0, step: int = LAST, **
 
 
 def raw(server: DemoServer, request: bytes) -> bytes:
-    """Any bytes, and whatever comes back until the server hangs up."""
+    """Send any bytes, and return what the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
-        with suppress(OSError):  # the server may have had enough
+        with suppress(OSError):  # the server may have closed the connection
             connection.sendall(request)
             connection.shutdown(socket.SHUT_WR)
         return received(connection)
@@ -118,7 +118,7 @@ def status_of(answer: bytes) -> int:
 
 
 def error_of(body: bytes) -> str:
-    """The one line of a refusal."""
+    """Return the one line of a refusal."""
     message = json.loads(body)["error"]
     assert message
     assert "\n" not in message
@@ -142,7 +142,7 @@ PNG = encoded(picture())
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """An answer, read as the page reads it."""
+    """Return an answer, decoded as the page does it."""
     (length,) = struct.unpack("<I", body[:4])
     head = json.loads(body[4 : 4 + length])
     shape = head["height"], head["width"]
@@ -162,7 +162,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_page_with_headers_that_keep_it_to_itself(server, path):
+def test_page_with_headers_that_isolate_it(server, path):
     status, headers, body = ask(server, "GET", path)
     assert status == 200
     assert len(body) == int(headers["Content-Length"]) > 0
@@ -195,7 +195,7 @@ def test_pages_take_nothing_from_outside_and_nothing_inline(server):
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", html)
 
 
-def test_about_tells_of_models_but_not_of_this_machine(server, run):
+def test_about_describes_models_but_not_this_machine(server, run):
     text = ask(server, "GET", "/about.json")[2].decode()
     about = json.loads(text)
     assert [model["name"] for model in about["models"]] == ["run", "rival"]
@@ -282,7 +282,7 @@ def test_a_large_image_comes_back_smaller_but_is_seen_whole(server, models):
 
 
 @given(st.integers(2, MAX_CLASSES + 1))
-def test_answers_stay_small_however_many_classes(num_labels):
+def test_answers_are_small_however_many_classes(num_labels):
     side = longest_side(num_labels)
     assert 256 <= side <= LONGEST_SIDE
     assert side * side * (7 + num_labels) <= MOST_ANSWER_BYTES
@@ -292,7 +292,7 @@ def test_answers_stay_small_however_many_classes(num_labels):
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of some bytes that says it is huge."""
+    """Return a PNG of a few bytes whose header claims a huge image."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -378,7 +378,7 @@ def test_wrong_length(server, lines, status):
     error_of(answer.split(b"\r\n\r\n", 1)[1])
 
 
-def test_too_large_is_said_before_a_byte_of_it_is_sent(server):
+def test_a_file_that_is_too_large_is_refused_before_it_is_sent(server):
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
         connection.sendall(
             b"POST /predict?model=0&step=0 HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n"
@@ -493,7 +493,7 @@ def test_any_path_leads_to_the_table_or_nowhere(server, text):
 
 
 @given(st.binary(min_size=1, max_size=200))
-def test_noise_is_no_request(server, noise):
+def test_noise_is_not_a_request(server, noise):
     answer = raw(server, noise)
     assert answer == b"" or b" 200 " not in answer.split(b"\n")[0]
 
@@ -513,7 +513,7 @@ def test_broken_requests(server, request_bytes):
 # Slow and many clients
 
 
-def test_a_client_that_drips_its_headers_is_left(models):
+def test_a_client_that_drips_its_headers_is_disconnected(models):
     ended = threading.Event()
 
     def drip(slow: socket.socket) -> None:  # each byte well within the deadline, all of them never
@@ -532,7 +532,7 @@ def test_a_client_that_drips_its_headers_is_left(models):
         ended.set()
 
 
-def test_a_client_that_drips_its_image_is_told(models):
+def test_a_client_that_drips_its_image_gets_a_timeout(models):
     with serving(models, read_seconds=0.2, uploads=1) as server:
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as slow:
             slow.sendall(
@@ -581,7 +581,7 @@ def test_many_at_once_are_predicted_one_by_one(models, monkeypatch):
 
 @contextmanager
 def held(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Predictions that wait: (one has begun, let them go on)."""
+    """Make predictions wait. Yield two events: one has begun, let them continue."""
     answer, begun, go_on = models.answer, threading.Event(), threading.Event()
 
     def waiting(*arguments: Any) -> bytes:
@@ -597,7 +597,7 @@ def held(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[thre
             go_on.set()
 
 
-def test_a_full_queue_says_when_to_come_again(models, monkeypatch):
+def test_a_full_queue_answers_when_to_try_again(models, monkeypatch):
     with serving(models, uploads=2) as server, ThreadPoolExecutor(2) as pool:
         with held(models, monkeypatch) as (begun, go_on):
             jobs = [pool.submit(upload, server, PNG) for _ in range(2)]
@@ -612,7 +612,7 @@ def test_a_full_queue_says_when_to_come_again(models, monkeypatch):
         assert upload(server, PNG)[0] == 200
 
 
-def test_a_prediction_that_takes_too_long_is_given_up(models):
+def test_a_prediction_that_takes_too_long_is_aborted(models):
     with serving(models, predict_seconds=0.0) as server:
         status, _, body = upload(server, PNG)
         assert (status, "takes too long" in error_of(body)) == (422, True)
@@ -654,7 +654,7 @@ def test_too_many_connections_are_turned_away(models):
         assert ask(server, "GET", "/")[0] == 200
 
 
-# What is kept
+# What is stored
 
 
 def test_nothing_of_an_upload_stays_in_memory(models):
@@ -676,7 +676,7 @@ def test_nothing_of_an_upload_stays_in_memory(models):
             tracemalloc.stop()
 
 
-def test_few_steps_stay_loaded(models):
+def test_few_steps_are_in_memory(models):
     for model in range(2):
         for step in range(len(STEPS)):
             models.answer(PNG, model, step)
@@ -751,7 +751,7 @@ def test_closing_ends_what_is_under_way(models, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_command_serves_until_it_is_told_to_stop(rival, capsys, number):
+def test_command_serves_until_it_gets_a_signal(rival, capsys, number):
     visited = []
 
     def visit(url: str) -> None:
@@ -806,5 +806,5 @@ def test_no_model_is_one_line(tmp_path, capsys):
 
 
 def test_size_of_the_tests_models(models):
-    """The tests above see what they mean to: the network gets images of its test size."""
+    """The network gets images of its test size, as the tests above assume."""
     assert models._known[0].test_size == SIZE

@@ -1,4 +1,4 @@
-"""The demo's page in a real browser: what a person does with it, and that nothing leaves the machine."""
+"""The demo's page in a real browser: what users do with it, and that nothing leaves the machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def window(downloads: Path) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, server: DemoServer, photo: Path) -> Iterator[Browser]:
-    """The page with the photograph in both models; afterwards no complaint, and no request to elsewhere."""
+    """Open the page with the photograph in both models. Afterwards require that there are no errors and no foreign
+    requests."""
     window.open(server.url)
     window.wait(READY)  # the first sample
     window.type("#file", str(photo))
@@ -83,7 +84,7 @@ def page(window: Browser, server: DemoServer, photo: Path) -> Iterator[Browser]:
 
 
 def pixels(page: Browser, selector: str, card: int = 0) -> np.ndarray:
-    """(H, W, 3) of a canvas."""
+    """Return the (H, W, 3) pixels of a canvas."""
     url = page.run("return document.querySelectorAll(arguments[0])[arguments[1]].toDataURL()", selector, card)
     with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as drawn:
         return np.asarray(drawn.convert("RGB"))
@@ -100,13 +101,13 @@ def set_slider(page: Browser, selector: str, value: float) -> None:
 
 
 def next_frame(page: Browser) -> None:
-    """Until the page has drawn what was asked for."""
+    """Wait until the page has drawn all changes."""
     page.run("delete window.drawn; requestAnimationFrame(() => requestAnimationFrame(() => { window.drawn = 1; }))")
     page.wait("return window.drawn")
 
 
 def shown_labels(page: Browser, result: Result, card: int = 0) -> np.ndarray:
-    """The labels read off the mask, drawn without the image."""
+    """Return the labels, decoded from the colours of the mask drawn without the image."""
     set_slider(page, "#opacity", 100)
     drawn = pixels(page, ".mask canvas", card).astype(int)
     palette = result.palette.astype(int)
@@ -116,7 +117,7 @@ def shown_labels(page: Browser, result: Result, card: int = 0) -> np.ndarray:
 
 
 def expected(result: Result, threshold: float) -> np.ndarray:
-    """The rule of the slider, written again."""
+    """Return the labels by the rule of the slider, written independently."""
     probabilities = result.probabilities
     assert probabilities is not None
     u_is_background = np.array_equal(result.uncertainty, probabilities[0])
@@ -143,7 +144,7 @@ def test_page_begins_with_a_sample(window: Browser, server: DemoServer) -> None:
 
 @pytest.mark.parametrize("late", ["/about.json", "/samples/"])
 def test_an_image_chosen_early_is_the_one_shown(window: Browser, server: DemoServer, photo: Path, late: str) -> None:
-    """Whether the page was not listening yet, or a sample is still on its way."""
+    """Also if the page was not ready yet, or a sample is still loading."""
     slow = (
         "const fetchAtOnce = window.fetch; window.fetch = async (address, ...rest) => {"
         f" if (String(address).startsWith('{late}')) await new Promise((done) => setTimeout(done, 700));"
@@ -221,7 +222,7 @@ def test_a_class_that_is_off_is_background(page: Browser, results: list[Result])
     np.testing.assert_array_equal(shown_labels(page, result), result.labels)
 
 
-def test_hover_tells_the_numbers_of_both_models(page: Browser, results: list[Result]) -> None:
+def test_hover_shows_the_numbers_of_both_models(page: Browser, results: list[Result]) -> None:
     page.hover(".mask canvas", 0.3, 0.6)
     page.wait("return document.querySelectorAll('.cross').length === 6")
     for card, result in enumerate(results):
@@ -305,12 +306,12 @@ def test_an_image_can_be_dropped(page: Browser) -> None:
     ("notes.txt", "text/plain", "Notes.txt is text/plain; allowed are JPEG, PNG"),
     ("photo.heic", "", "Photo.heic is of an unknown type"),
 ])  # fmt: skip
-def test_no_image_is_said_at_once(page: Browser, name: str, kind: str, said: str) -> None:
+def test_a_file_that_is_not_an_image_is_reported_at_once(page: Browser, name: str, kind: str, said: str) -> None:
     drop(page, name, kind, "aGVsbG8=")
     assert page.text("#message").startswith(said)
 
 
-def test_a_broken_image_is_said_and_the_next_works(
+def test_a_broken_image_is_reported_and_the_next_works(
     window: Browser, server: DemoServer, photo: Path, tmp_path: Path
 ) -> None:
     window.open(server.url)
@@ -332,7 +333,7 @@ def test_screenshot_of_every_kind_of_screen(page: Browser, width: int, scheme: s
     page.run_command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     try:
         next_frame(page)
-        assert page.run("return document.documentElement.scrollWidth") <= width  # nothing to push sideways
+        assert page.run("return document.documentElement.scrollWidth") <= width  # no horizontal scrolling
         with Image.open(io.BytesIO(page.screenshot())) as shot:
             assert shot.width == width
             corner: Any = shot.convert("L").getpixel((2, 300))
@@ -364,7 +365,7 @@ def school(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
 
 @pytest.fixture
 def lesson(window: Browser, school: DemoServer, photo: Path) -> Iterator[Browser]:
-    """The view that teaches a class, with the photograph in it."""
+    """Open the view that teaches a class, with the photograph in it."""
     window.open(school.url)
     window.wait("return document.querySelector('.teach')")
     window.type("#file", str(photo))
@@ -377,7 +378,7 @@ def lesson(window: Browser, school: DemoServer, photo: Path) -> Iterator[Browser
 
 
 def draw(page: Browser, places: list[tuple[float, float]], kind: str = "mouse", lift: bool = False) -> None:
-    """Press at the first place of the photograph and go on to the others; `lift` presses at each."""
+    """Press at the first place of the photograph and move to the others. With `lift`, press at each place."""
     page.run("document.querySelector('.ink').scrollIntoView({block: 'center'})")
     box = page.run("return document.querySelector('.ink').getBoundingClientRect().toJSON()")
     actions: list[dict[str, Any]] = []
@@ -396,7 +397,7 @@ def draw(page: Browser, places: list[tuple[float, float]], kind: str = "mouse", 
 
 
 def marked(page: Browser) -> np.ndarray:
-    """(H, W) whether a pixel of the photograph is marked."""
+    """Return (H, W) whether a pixel of the photograph is marked."""
     url = page.run("return document.querySelector('.ink').toDataURL()")
     with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as drawn:
         return np.asarray(drawn.convert("RGBA"))[..., 3] > 127
@@ -476,7 +477,7 @@ def test_a_class_is_taught_shown_and_saved(lesson: Browser, downloads: Path) -> 
     assert lesson.run("return [document.querySelector('#base').value, document.querySelector('#photos').children.length]") == ["1", 1]  # fmt: skip  # noqa: E501
 
 
-def test_a_refused_lesson_keeps_what_was_drawn(lesson: Browser) -> None:
+def test_a_refused_lesson_does_not_lose_the_drawing(lesson: Browser) -> None:
     lesson.type("#class-name", "Disc")
     draw(lesson, [(0.2, 0.5), (0.8, 0.5)])
     drawn = marked(lesson)
@@ -488,5 +489,5 @@ def test_a_refused_lesson_keeps_what_was_drawn(lesson: Browser) -> None:
 
 
 def test_a_model_without_sums_cannot_be_taught(page: Browser) -> None:
-    assert page.text(".cannot").startswith("This model carries no sums, so it cannot be taught here")
+    assert page.text(".cannot").startswith("This model has no sums, so it cannot be taught here")
     assert page.run("return document.querySelector('.teach').hidden")

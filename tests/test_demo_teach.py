@@ -1,4 +1,4 @@
-"""A class taught in the demo's page: what is learnt, what is refused, and that one lesson runs at a time."""
+"""A class taught in the demo's page: what is learnt, what is refused, and that only one lesson runs at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def server(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def photograph(seed: int, size: tuple[int, int] = (64, 48)) -> tuple[bytes, bytes]:
-    """A photograph with a red square, and its mask."""
+    """Return a photograph with a red square, and its mask."""
     image, mask = picture(*size, seed), np.zeros((size[1], size[0]), dtype=np.uint8)
     mask[10 : size[1] - 10, 12 : size[0] - 20] = 255
     pixels = np.asarray(image).copy()
@@ -56,21 +56,21 @@ def photograph(seed: int, size: tuple[int, int] = (64, 48)) -> tuple[bytes, byte
 
 
 def packed(pairs: list[tuple[bytes, bytes]], name: Any = "red", model: Any = 0, step: Any = LAST) -> bytes:
-    """A lesson as the page sends it."""
+    """Return a lesson in the form that the page sends."""
     sizes = [[len(image), len(mask)] for image, mask in pairs]
     head = json.dumps({"model": model, "step": step, "name": name, "photographs": sizes}).encode()
     return struct.pack("<I", len(head)) + head + b"".join(image + mask for image, mask in pairs)
 
 
 def teach(server: DemoServer, content: bytes, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """Send a lesson. Python and torch start for it, which takes long on a busy machine."""
+    """Send a lesson. It starts Python and torch, which takes long on a busy machine."""
     return ask(
         server, "POST", "/teach", content, seconds=400, **{"Content_Type": "application/octet-stream", **headers}
     )
 
 
 def program(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Run this instead of `incseg extend`."""
+    """Run this program instead of `incseg extend`."""
     monkeypatch.setattr(demo_teach, "PROGRAM", (sys.executable, "-S", "-c", code))
 
 
@@ -120,13 +120,13 @@ def test_what_was_taught_goes_with_the_server(run, tmp_path, monkeypatch):
 
 GOOD = photograph(0)
 LESSONS = {
-    "nothing": (b"", "what was sent cannot be read"),
-    "a head that ends": (struct.pack("<I", 1000) + b"{}", "what was sent cannot be read"),
-    "no JSON": (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "what was sent cannot be read"),
-    "deep JSON": (struct.pack("<I", 40000) + b"[" * 40000, "what was sent cannot be read"),
-    "more than it says": (packed([GOOD]) + b"x", "what was sent cannot be read"),
+    "nothing": (b"", "the lesson cannot be read"),
+    "a head that ends": (struct.pack("<I", 1000) + b"{}", "the lesson cannot be read"),
+    "no JSON": (struct.pack("<I", 4) + b"\xff\xff\xff\xff", "the lesson cannot be read"),
+    "deep JSON": (struct.pack("<I", 40000) + b"[" * 40000, "the lesson cannot be read"),
+    "more than it says": (packed([GOOD]) + b"x", "the lesson cannot be read"),
     "a negative size": (packed([GOOD]).replace(f"[[{len(GOOD[0])},".encode(), b"[[-1," + b" " * 1), "cannot be read"),
-    "a name of another type": (packed([GOOD], name=["red"]), "what was sent cannot be read"),
+    "a name of another type": (packed([GOOD], name=["red"]), "the lesson cannot be read"),
     "no photograph": (packed([]), f"there are 0 photographs; give 1 to {MOST_PHOTOGRAPHS}"),
     "too many": (packed([(b"", b"")] * (MOST_PHOTOGRAPHS + 1)), f"there are {MOST_PHOTOGRAPHS + 1} photographs"),
     "no name": (packed([GOOD], name="  "), "the class has no name"),
@@ -158,7 +158,8 @@ def test_lessons_that_cannot_be_taught(server, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("marked", "train", "val"), [(1, 3, 1), (2, 4, 2), (3, 4, 1), (9, 9, 2)])
 def test_some_of_three_or_more_are_held_back(tmp_path, marked, train, val):
-    """With fewer, those that are learnt from are tested on; photographs without the class are always learnt from."""
+    """With fewer, the photographs to learn from are also tested on. Photographs without the class are always learnt
+    from."""
     empty = encoded(Image.new("L", (64, 48)))
     pairs = [photograph(seed) for seed in range(marked)] + [(GOOD[0], empty)] * 2
     assert Lesson.read(packed(pairs)).write(tmp_path, ("PNG",), 10**6) == (marked, val if marked >= 3 else 0)
@@ -177,13 +178,13 @@ def test_only_solved_classes_are_improved():
         lesson.require_new_to([Increment(("Red",), (1,), 1, 1, solved=True)])
 
 
-def test_a_model_without_sums_says_so(tmp_path):
+def test_a_model_without_sums_cannot_be_taught(tmp_path):
     models = Models([random_run(tmp_path / "run")], "cpu", 1)
-    assert all("carries no sums" in step["cannot_learn"] for step in models.about()[0]["steps"])
+    assert all("has no sums" in step["cannot_learn"] for step in models.about()[0]["steps"])
     with serving(models) as server:
         status, _, body = teach(server, packed([GOOD], step=0))
     assert status == 422
-    assert "carries no sums" in error_of(body)
+    assert "has no sums" in error_of(body)
 
 
 @pytest.mark.parametrize(("headers", "status"), [
@@ -208,7 +209,7 @@ def test_taught_models_alone_can_be_fetched(server):
         assert ask(server, "GET", f"/taught.safetensors{query}")[0] == 404
 
 
-def test_one_class_at_a_time_while_predictions_go_on(server, monkeypatch, tmp_path):
+def test_one_class_at_a_time_while_predictions_continue(server, monkeypatch, tmp_path):
     began, go = tmp_path / "began", tmp_path / "go"
     program(
         monkeypatch,
@@ -233,7 +234,7 @@ def test_a_failure_leaves_the_model_and_names_no_path(server, monkeypatch, tmp_p
     about = ask(server, "GET", "/about.json")[2]
     status, _, body = teach(server, packed([GOOD]))
     assert status == 500
-    assert error_of(body) == "the class could not be learnt; the server's terminal tells why"
+    assert error_of(body) == "the class could not be learnt; see the server's terminal"
     assert f"no space left in {tmp_path}" in capsys.readouterr().err
     assert ask(server, "GET", "/about.json")[2] == about
     assert upload(server, PNG, step=LAST)[0] == 200
@@ -251,7 +252,7 @@ def is_alive(pid: Path) -> bool:
     return True
 
 
-def test_a_lesson_that_takes_too_long_is_given_up(run, monkeypatch, tmp_path):
+def test_a_lesson_that_takes_too_long_is_aborted(run, monkeypatch, tmp_path):
     sleeping(monkeypatch, tmp_path / "pid")
     with serving(Models([run], "cpu", 1), teach_seconds=2) as server:
         status, _, body = teach(server, packed([GOOD]))

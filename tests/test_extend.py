@@ -1,4 +1,4 @@
-"""A model that incseg made learns classes of a folder, by the same engine, without the data it learnt from."""
+"""A model made by incseg learns the classes of a folder with the same engine, without its old data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HERE = ("--train.workers", "0", "--eval.workers", "0")
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of one's own: 28 scenes for training, 6 for the test, ten classes."""
+    """Write a user's dataset: 28 scenes for training, 6 for the test, ten classes."""
     root = tmp_path_factory.mktemp("mine")
     export(Shapes(seed=5, train_size=28, val_size=6, image_size=48), root)
     return root
@@ -56,14 +56,14 @@ def first_run(mine: Path, out: Path, task: str, method: str, **changes: Any) -> 
 
 @pytest.fixture(scope="module")
 def first(mine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learnt two classes."""
+    """Return a run that has learnt two classes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INCSEG_CACHE", str(tmp_path_factory.mktemp("cache")))
         return first_run(mine, tmp_path_factory.mktemp("runs") / "first", ",".join(OLD), "evidential")
 
 
 def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> RunConfig:
-    """What the command line makes of flags, by the model's own recipe."""
+    """Return the configuration of a command line with the model's own recipe."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     named = [] if classes is None else ["--classes", classes]
@@ -88,7 +88,7 @@ def config_of(model: Path, mine: Path, out: Path, classes: str | None = "star,ri
 
 
 def extended(model: Path, mine: Path, out: Path, classes: str | None = "star,ring", *flags: str) -> str:
-    """Run the extension; returns what it said."""
+    """Run the extension and return its output."""
     with listening() as shown:
         train(config_of(model, mine, out, classes, *flags))
     return shown.getvalue()
@@ -100,8 +100,8 @@ def without_ids(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["evidential", "ewc"])
 def test_extending_is_the_next_step_of_a_run(method: str, mine: Path, tmp_path: Path) -> None:
-    """Two steps in one run, or a run of the first and an extension: the same weights, bit by bit. The methods that
-    remember something of step 0 find it beside the model."""
+    """Two steps in one run, or a run of the first and an extension, give bit-identical weights. Methods with a state of
+    step 0 find it beside the model."""
     first_run(mine, tmp_path / "whole", "triangle,disc/star,ring", method, train={"epochs": 1})
     start = first_run(mine, tmp_path / "start", "triangle,disc", method, train={"epochs": 1})
     extended(start, mine, tmp_path / "more")
@@ -118,9 +118,9 @@ QUICK = ("--train.epochs_later", "2", "--threads", "1", *HERE)
 
 
 def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It tries recipes, says what it tried and did; what it leaves is an ordinary run, without the model it began with.
-
-    The flag makes own-head and strong alike, so that three recipes are tried: the model has no sums."""
+    """It tries recipes, and prints what it tried and the result. The result is an ordinary run and does not need the
+    model that was extended. The flag makes own-head and strong alike, and the model has no sums, so three recipes are
+    tried."""
     start, out = tmp_path / "start", tmp_path / "more"
     shutil.copytree(first, start)
     flags = ["--root", str(mine), "--classes", "star,ring", "--out", str(out), *QUICK]
@@ -135,7 +135,7 @@ def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.Cap
     assert "input: shorter side" in said
     for number, name in enumerate(("closed-form", "gentle", "own-head"), start=1):
         assert f"try {number} of 3, {name}" in said
-    assert "the model has no sums" in said
+    assert "the model file has no sums" in said
     assert said.count("knows 2 classes") == 1
     assert "On 6 held-back photographs" in said
     assert "Inc" not in said
@@ -154,14 +154,16 @@ def test_the_command(first: Path, mine: Path, tmp_path: Path, capsys: pytest.Cap
         "background": 0, "triangle": 3, "disc": 1, "star": 4, "ring": 5,
     }  # fmt: skip
     assert len({tuple(c["colour"]) for c in about["classes"]}) == 5
+    assert main(["extend", str(out), *flags, "--protect", "discs"]) == 2
+    assert "unknown class of the model 'discs'; did you mean 'disc'?" in capsys.readouterr().err
     other = ["extend", str(out), *flags[:2], "--classes", "cross", *flags[4:]]
     assert main(other) == 2  # its own folder, other settings
     assert "choose another --out" in capsys.readouterr().err
 
 
-def test_with_a_head_of_their_own_the_old_scores_stay(first: Path, mine: Path, tmp_path: Path) -> None:
-    """The model after gives the old classes the scores of the model before, also where its input is larger; then both
-    pass through one grid more, which moves a few borders."""
+def test_with_a_head_of_their_own_the_old_scores_do_not_change(first: Path, mine: Path, tmp_path: Path) -> None:
+    """The new model gives the old classes the scores of the old model, also if its input is larger. Then both scores
+    are interpolated on one more grid, which moves a few borders."""
     for size, largest in ((48, 0.0), (96, 0.05)):
         out = tmp_path / str(size)
         flags = ["--root", str(mine), "--classes", "star", "--out", str(out), "--recipe", "own-head", *QUICK]
@@ -181,7 +183,7 @@ def test_with_a_head_of_their_own_the_old_scores_stay(first: Path, mine: Path, t
         assert np.mean(differing) <= largest + 0.01
 
 
-def test_tries_go_on_where_they_were_interrupted(
+def test_tries_resume_where_they_were_interrupted(
     first: Path, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
@@ -209,13 +211,14 @@ def test_tries_go_on_where_they_were_interrupted(
 def outcome(iou: float, kept: int, recipe: int = 0) -> Outcome:
     counts = {"pixels": 1000, "kept": kept, "became_new": 1000 - kept, "became_other": 0}
     new = {"bag": {"images": 3, "labelled": 9, "predicted": 9, "iou": iou}}
-    found = {"images": 5, "held_out": True, **counts, "classes": {}, "new": new}
+    classes = {"road": {**counts, "taken_by": {}, "iou": None}}
+    found = {"images": 5, "held_out": True, **counts, "classes": classes, "new": new}
     return Outcome(LADDER[recipe], small_config(Path("unused")), found, 1.0)
 
 
 def test_the_rule_of_choice() -> None:
-    """The best new classes among recipes that lose at most a point of the old; the gentler of equals; where all lose
-    more, the one that loses least."""
+    """The best new classes among recipes that change at most a point of the old; of equals the gentlest; if all change
+    more, the one that changes least."""
     assert choose([outcome(10, 1000), outcome(30, 991), outcome(40, 989)]).score == 30
     assert choose([outcome(10, 1000, 0), outcome(10, 1000, 1)]).recipe is LADDER[0]
     assert choose([outcome(50, 900), outcome(20, 950)]).score == 20
@@ -242,7 +245,7 @@ def test_an_extension_can_be_extended_from_a_lone_file(first: Path, mine: Path, 
 
 
 def test_a_chain_of_extensions(first: Path, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second one leaves what the first one added; a class that is learnt further keeps its number and colour."""
+    """A second extension does not change the first. A class that is learnt further keeps its number and colour."""
     flags = ["--root", str(mine), "--recipe", "closed-form", "--size", "48", *QUICK]
     for model, classes, name in ((first, "star", "a"), (tmp_path / "a", "ring", "b"), (tmp_path / "b", "star", "c")):
         assert main(["extend", str(model), "--classes", classes, "--out", str(tmp_path / name), *flags]) == 0
@@ -260,8 +263,8 @@ def test_a_chain_of_extensions(first: Path, mine: Path, tmp_path: Path, capsys: 
     assert list(old) == ["triangle", "disc", "star"]
 
 
-def test_a_model_file_that_tells_less_takes_what_its_run_says(first: Path, mine: Path, tmp_path: Path) -> None:
-    """Files of earlier versions: the run folder's settings, else a recipe for folders at the model's size."""
+def test_a_model_file_without_settings_gets_those_of_its_run(first: Path, mine: Path, tmp_path: Path) -> None:
+    """For files of earlier versions: the run folder's settings, else a recipe for folders at the model's size."""
     run = tmp_path / "run"
     shutil.copytree(first, run)
     model, about = load_segmenter(RunDir(run).model(0))
@@ -274,9 +277,9 @@ def test_a_model_file_that_tells_less_takes_what_its_run_says(first: Path, mine:
     assert (config.train.lr_later, config.train.crop, config.eval.size) == (0.004, 48, 48)
 
 
-def test_interrupted_and_gone_on(first: Path, mine: Path, tmp_path: Path) -> None:
-    """After the old classes were tested, amid the training, before the comparison; then what was compared is out of
-    date, and made again."""
+def test_interrupted_and_resumed(first: Path, mine: Path, tmp_path: Path) -> None:
+    """Interrupted after the test of the old classes, during training, and before the comparison. Then the comparison is
+    outdated and made again."""
     config, other = (config_of(first, mine, tmp_path / name, "star", "--train.epochs", "1") for name in "ab")
     for moment in ("row 0", "step 1/1", "begin before and after"):
         with pytest.raises(KeyboardInterrupt), showing(Interrupting(moment)):
@@ -303,7 +306,7 @@ def test_a_frozen_backbone_is_run_once_per_image(first: Path, mine: Path, tmp_pa
     assert not torch.equal(before.aspp.mix.weight, after.aspp.mix.weight)
 
 
-def test_a_softmax_model_goes_on_as_evidential_or_by_another_method(mine: Path, tmp_path: Path) -> None:
+def test_a_softmax_model_is_extended_as_evidential_or_by_another_method(mine: Path, tmp_path: Path) -> None:
     start = first_run(mine, tmp_path / "start", "triangle,disc/cross", "mib", train={"epochs": 1})
     extended(start, mine, tmp_path / "evidential", "star", "--method", "evidential", "--train.epochs", "1")
     model = incseg.load(tmp_path / "evidential")
@@ -314,8 +317,8 @@ def test_a_softmax_model_goes_on_as_evidential_or_by_another_method(mine: Path, 
     assert incseg.load(tmp_path / "ewc").model.num_outputs == 5
 
 
-def test_without_held_out_images_the_training_images_tell(first: Path, mine: Path, tmp_path: Path) -> None:
-    """All classes that the model does not know are learnt where none is named."""
+def test_without_held_out_images_training_images_are_compared(first: Path, mine: Path, tmp_path: Path) -> None:
+    """If no class is named, all classes that the model does not know are learnt."""
     root = tmp_path / "mine"
     shutil.copytree(mine, root)
     (root / "val.txt").unlink()
@@ -352,7 +355,7 @@ def test_refusals(first: Path, mine: Path, tmp_path: Path, classes: str, flags: 
 
 
 def test_a_run_without_its_settings_of_training_is_refused(first: Path, mine: Path, tmp_path: Path) -> None:
-    """Models of older versions do not tell how they were trained, and config.yaml beside them does."""
+    """Models of older versions do not have their training settings; config.yaml beside them has."""
     run = RunDir(shutil.copytree(first, tmp_path / "first"))
     model, about = load_segmenter(run.model(0))
     save_segmenter(run.model(0), model, {key: value for key, value in about.items() if key != "train"})
@@ -393,13 +396,13 @@ def test_methods_from_outside_must_be_named(mine: Path, tmp_path: Path) -> None:
 
 
 class Masks(Shapes):
-    """One mask that shows ids 0 to 4 and void."""
+    """A source with one mask that shows ids 0 to 4 and void."""
 
     def mask(self, split: Any, index: int) -> np.ndarray:
         return np.array([[0, 1, 2, 3, 4, 255]], dtype=np.uint8)
 
 
-def test_ids_of_old_classes_stay_and_similar_names_are_told() -> None:
+def test_ids_of_old_classes_do_not_change_and_similar_names_are_reported() -> None:
     inner = Masks(train_size=1, val_size=1)
     inner.info = type(inner.info)("mine", ("Hard-Hat", "vest", "dog", "glove"))
     known = [Increment(("hard hat", "cat"), (7, 2)), Increment(("Glove",), (9,))]
@@ -418,14 +421,14 @@ def test_ids_of_old_classes_stay_and_similar_names_are_told() -> None:
     assert again.mask("train", 0).tolist() == [[0, 7, 5, 11, 10, 255]]
     assert (again.info.classes[4], again.info.classes[9:]) == ("vest", ("glove", "dog"))
     assert again.palette[[5, 7]].tolist() == [[9, 9, 9], [1, 1, 1]]
-    with pytest.raises(UserError, match="253 is the most"):
+    with pytest.raises(UserError, match="253 is the limit"):
         Extended(inner, [Increment(("x",), (251,))], "vest", colours[:2])
     with pytest.raises(UserError, match="knows all classes of mine already"):
         Extended(inner, [Increment(inner.info.classes, (1, 2, 3, 4))], "joint", np.zeros((5, 3)))
 
 
 def constant_model(increments: list[Increment], bias: dict[int, float]) -> Segmenter:
-    """Says of every pixel the output with the largest bias."""
+    """Return a model that predicts at every pixel the output with the largest bias."""
     model = Segmenter(ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 2, 3)), background_output=True)
     for increment in increments:
         model.grow(increment)
@@ -438,6 +441,9 @@ def constant_model(increments: list[Increment], bias: dict[int, float]) -> Segme
     return model
 
 
+CPU = Runtime("cpu")
+
+
 def test_changes_are_counted_outside_the_new_masks() -> None:
     old, new = Increment(("a", "b"), (1, 2)), Increment(("c",), (3,))
     before, same = constant_model([old], {2: 1.0}), constant_model([old, new], {2: 1.0})
@@ -448,7 +454,7 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
 
     def compared(after: Segmenter) -> dict[str, Any]:
         models = [(before, Finetune()), (after, Finetune())]
-        return {"held_out": True, **compare_models(models, [batch], Runtime("cpu"))}
+        return {"held_out": True, **compare_models(models, [batch], CPU)}
 
     kept = compared(same)
     assert (kept["images"], kept["pixels"], kept["kept"]) == (1, 8 * rows, 8 * rows)
@@ -456,7 +462,9 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
         "pixels": 0, "kept": 0, "became_new": 0, "became_other": 0, "taken_by": {}, "iou": None,
     }  # fmt: skip
     assert kept["classes"]["b"]["iou"] == [3.17, 3.17]  # 16 of 504 pixels
-    assert kept["new"] == {"c": {"images": 1, "labelled": 16, "predicted": 0, "iou": 0.0}}
+    assert kept["new"] == {"c": {"images": 1, "labelled": 16, "predicted": 0, "iou": 0.0, "lies_on": "b"}}
+    nothing_there = compare_models([(constant_model([old], {0: 1.0}), Finetune()), (same, Finetune())], [batch], CPU)
+    assert nothing_there["new"]["c"]["lies_on"] is None
     assert agreement(kept) == 100
     first, second = in_words({**kept, "train_images": {"c": 5}})
     assert first == "old classes: all their pixels are labelled as before"
@@ -465,9 +473,13 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
     assert (swallowed["became_new"], swallowed["became_other"]) == (8 * rows, 0)
     assert mean_new_iou(swallowed) == pytest.approx(100 * 16 / 504, abs=0.01)
     lines = in_words({**swallowed, "train_images": {"c": 5}})
-    assert "b lost 100.0 % of its pixels to c" in lines
+    (gave_way,) = (line for line in lines if "lies on b" in line)
+    assert gave_way.startswith("c lies on b, which gave way and lost 100.0 % of its other pixels, of at most 10 %")
+    elsewhere = {"c": {**swallowed["new"]["c"], "lies_on": None}}
+    assert "b lost 100.0 % of its pixels to c" in in_words({**swallowed, "new": elsewhere, "train_images": {"c": 5}})
+    assert "b lost 100.0 % of its pixels to c" in in_words({**swallowed, "protected": ["b"], "train_images": {"c": 5}})
     assert "b lost 3.2 points of IoU (3.2 → 0.0)" in lines
-    assert any(line.startswith("warning: more than 1 % of the old classes' pixels changed") for line in lines)
+    assert "warning: this is more than the rule allows; --recipe gentle changes less" in lines
     # a model that knew b and c, in another order, and said c everywhere: c is improved
     extended = constant_model([Increment(("c", "b"), (3, 2))], {1: 1.0}), Finetune()
     report = compare_models([(before, Finetune()), (same, Finetune())], [batch], Runtime("cpu"), extended)
@@ -479,7 +491,7 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
     assert (lost["became_new"], lost["became_other"]) == (0, 8 * rows)
 
 
-def test_what_is_said_of_old_and_new_classes() -> None:
+def test_the_lines_on_old_and_new_classes() -> None:
     counts = {"pixels": 1000, "kept": 800, "became_new": 150, "became_other": 50}
     of_class = {**counts, "taken_by": {"bag": 150}, "iou": None}
     bag = {"images": 4, "labelled": 90, "predicted": 80, "iou": 40.0}
@@ -515,9 +527,7 @@ def test_a_much_better_recipe_that_was_not_allowed_is_named() -> None:
     assert not any(line.startswith("note") for line in in_words({**found, "tries": tries}))
 
 
-def test_a_softmax_model_keeps_to_its_own_recipe(
-    mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_softmax_model_uses_its_own_recipe(mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = first_run(mine, tmp_path / "start", "triangle,disc", "mib", train={"epochs": 1})
     flags = ["--root", str(mine), "--classes", "star", "--out", str(tmp_path / "more"), *QUICK]
     assert main(["extend", str(start), *flags]) == 0

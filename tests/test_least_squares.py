@@ -29,7 +29,7 @@ LABELS, COLUMNS = 4, 6
 
 
 def cells(number: int, seed: int = 0, labels: int = LABELS) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, targets that sum to one, and weights, in float64."""
+    """Return features, targets that sum to one, and weights, in float64."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(number, COLUMNS, generator=generator, dtype=torch.float64)
     targets = torch.rand(number, labels, generator=generator, dtype=torch.float64) ** 3
@@ -47,7 +47,7 @@ def summed(*parts: tuple[Tensor, Tensor, Tensor]) -> Sums:
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 1000), st.lists(st.integers(1, 59), max_size=4), st.randoms(use_true_random=False))
 def test_order_and_split_do_not_matter(seed: int, cuts: list[int], random: object) -> None:
-    """With true targets, what is learnt in steps is what would be learnt at once."""
+    """With true targets, learning in steps equals learning at once."""
     whole = cells(60, seed)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(seed))
     edges = sorted({0, 60, *cuts})
@@ -61,7 +61,7 @@ def test_order_and_split_do_not_matter(seed: int, cuts: list[int], random: objec
 
 
 def test_a_class_that_comes_later_is_solved_against_all_cells_before() -> None:
-    """Sums with fewer labels have seen no cell of the others: their target is zero everywhere."""
+    """Sums with fewer labels have no cell of the other labels: their target is zero everywhere."""
     features, targets, weights = cells(40)
     early = Sums.zero(COLUMNS, 2)
     few = targets[:20, :2] / targets[:20, :2].sum(1, keepdim=True)
@@ -74,7 +74,7 @@ def test_a_class_that_comes_later_is_solved_against_all_cells_before() -> None:
 
 
 def test_removing_a_class_is_as_if_it_had_been_background() -> None:
-    """With equal weights the sum of φφᵀ does not depend on labels, so nothing is left of the class."""
+    """With equal weights the sum of φφᵀ does not depend on labels, so nothing of the class remains."""
     features, targets, _ = cells(50)
     ones = torch.ones(50, dtype=torch.float64)
     never = torch.cat([targets[:, :1] + targets[:, 2:3], targets[:, 1:2], targets[:, 3:]], 1)
@@ -91,7 +91,7 @@ def test_without_ridge_it_is_weighted_least_squares() -> None:
 
 
 def test_ridge_is_relative_to_the_features() -> None:
-    """Features ten times as large give weights a tenth as large: the same scores."""
+    """Features ten times as large give weights a tenth as large, and the same scores."""
     features, targets, weights = cells(50)
     plain = summed((features, targets, weights)).solve(1e-2)
     scaled = summed((10 * features, targets, weights)).solve(1e-2)

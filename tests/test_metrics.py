@@ -36,7 +36,7 @@ from incseg.types import IGNORE, UNSEEN
 
 @st.composite
 def label_maps(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
-    """Predicted and target maps with some ignored pixels, and the number of labels."""
+    """Draw predicted and target maps with some ignored pixels, and the number of labels."""
     num_labels = draw(st.integers(1, 6))
     shape = (draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 5)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -155,7 +155,7 @@ def test_plop_average_is_the_mean_of_all_over_steps() -> None:
 
 
 def exact_ranking(positive: Tensor, negative: Tensor) -> dict[str, float]:
-    """Pair by pair, and threshold by threshold over every score that occurs."""
+    """Return the ranking pair by pair, and threshold by threshold over all scores."""
     difference = positive.unsqueeze(1) - negative.unsqueeze(0)
     auroc = ((difference > 0).double() + (difference == 0).double() / 2).mean()
     average_precision, recall, fpr95 = 0.0, 0.0, None
@@ -203,7 +203,7 @@ def test_ranking_is_close_to_the_exact_one(positive: Tensor, negative: Tensor) -
     negative=st.lists(st.integers(0, BINS - 1), min_size=1, max_size=40),
 )
 def test_ranking_of_binned_scores_is_exact(positive: list[int], negative: list[int]) -> None:
-    """All error is that of the bins: on bin numbers as scores the figures are the exact ones."""
+    """Bins are the only error: for bin numbers as scores the figures are exact."""
     sides = [torch.tensor(side) for side in (positive, negative)]
     histograms = [torch.bincount(side, minlength=BINS) for side in sides]
     assert ranking(*histograms) == pytest.approx(exact_ranking(*sides), abs=1e-12)
@@ -263,7 +263,7 @@ def test_grouped_counts_are_those_of_each_group() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 7, 1001])
 def test_medians_are_exact_to_a_bin(number: int) -> None:
-    """A fiftieth of a nat; of an even number, the lower of the two in the middle."""
+    """A bin is a fiftieth of a nat. Of an even number, the lower of the two middle values is returned."""
     sides = [logistic(-6, 2, number, 0), logistic(1, 2, number, 1)]
     counts = torch.stack([score_counts(side) for side in sides] + [torch.zeros(BINS, dtype=torch.int64)])
     medians = median_scores(counts)

@@ -1,4 +1,4 @@
-"""What a run does beside the protocol: parts that later steps leave alone, images held out for choosing settings."""
+"""What a run does beside the protocol: parts that later steps do not change, images held out for choosing settings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from small_runs import reevaluated_row, rows_of, small_config
 from incseg.engine.checkpoint import Progress, load_checkpoint, save_checkpoint
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import Runtime
+from incseg.engine.trainer import TrainConfig, build_optimizer
 from incseg.io import read_tensors, write_tensors
 from incseg.methods import build_method
 from incseg.methods.base import Method
+from incseg.models.segmenter import ModelConfig, Segmenter
 from incseg.run import Setup, train
-from incseg.types import UserError
+from incseg.types import Increment, UserError
 
 
 def changed(folder: Path, frozen: str) -> set[str]:
-    """The tensors that step 1 moved."""
+    """Return the names of the tensors that step 1 changed."""
     train(small_config(folder, train={"frozen_later": frozen, "epochs": 1}))
     before, _ = read_tensors(RunDir(folder).model(0))
     after, _ = read_tensors(RunDir(folder).model(1))
@@ -33,10 +35,32 @@ def test_later_steps_leave_alone_what_is_frozen(tmp_path: Path) -> None:
     assert any(name.startswith("aspp") for name in statistics)
     assert changed(tmp_path / "statistics", "statistics") == everything - statistics
     assert changed(tmp_path / "head", "head") == {name for name in everything if name.startswith("classifiers")}
+    norms = {name for name in everything if "norm" in name or ".bn" in name or "downsample.1" in name}
+    assert statistics < norms
+    assert changed(tmp_path / "norms", "norms") == everything - norms
+
+
+def test_the_head_may_learn_faster_and_old_parameters_be_free_of_decay() -> None:
+    """As DKD is trained: ten times the rate outside the backbone; in later steps decay on the new classifier alone."""
+    model = Segmenter(ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 1, 1)), True)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    config = TrainConfig(lr=0.1, lr_later=0.01, head_rate=10.0, decay_later="new")
+    for step, lr in ((0, 0.1), (1, 0.01)):
+        model.grow(Increment((f"class {step}",), (step,)))
+        names |= {parameter: name for name, parameter in model.named_parameters()}
+        newest, seen = set(model.classifiers[-1].parameters()), set()
+        for group in build_optimizer(model, config, step).param_groups:
+            for parameter in group["params"]:
+                seen.add(names[parameter])
+                assert group["lr"] == lr * (1 if names[parameter].startswith("backbone.") else 10)
+                assert group["weight_decay"] == (1e-4 if step == 0 or parameter in newest else 0)
+        assert seen == set(names.values())
+    plain = build_optimizer(model, TrainConfig(lr_later=0.01), 1).param_groups
+    assert [(group["lr"], group["weight_decay"], len(group["params"])) for group in plain] == [(0.01, 1e-4, len(names))]
 
 
 def test_a_limit_of_later_gradients_is_for_later_steps_alone(tmp_path: Path) -> None:
-    """Step 0 learns as without it; step 1, whose gradients are cut to nothing, is moved by weight decay alone."""
+    """Step 0 does not change. Step 1, whose gradients are clipped to nothing, changes by weight decay only."""
     common = {"epochs": 1, "momentum": 0.0, "weight_decay": 0.0, "frozen_later": "statistics"}
     for name, limits in {"free": {}, "later": {"clip_later": 1e-9}, "first": {"clip": 1e-9, "clip_later": 1e9}}.items():
         train(small_config(tmp_path / name, train={**common, **limits}))
@@ -117,7 +141,7 @@ def test_held_out_images_are_tested_on_and_never_trained_with(tmp_path: Path) ->
 
 
 def test_held_out_features_come_from_the_same_store(tmp_path: Path) -> None:
-    """One folder, one lock: training and test images of a run lie in one store."""
+    """One folder, one lock: training and test images of a run are in one store."""
     frozen = {"freeze_backbone": True}
     config = small_config(tmp_path / "kept", data={"holdout": 4}, model=frozen, train={"scale": None})
     train(config)
@@ -136,7 +160,7 @@ def test_a_holdout_that_leaves_nothing_is_refused(tmp_path: Path, every: int) ->
 
 
 def test_uncertainty_of_the_evidential_method_is_its_background_probability(tmp_path: Path) -> None:
-    """So unseen against seen classes must be ranked alike by both; a softmax model has the second score only."""
+    """So both must rank unseen against seen classes alike. A softmax model has only the second score."""
     train(small_config(tmp_path / "run"))
     unseen = rows_of(tmp_path / "run")[0]["unseen"]
     assert unseen["from_seen_by"]["background"] == pytest.approx(unseen["from_seen"], abs=5e-3)

@@ -1,4 +1,4 @@
-"""What the commands do, from Python: train, extend, remove, evaluate, export, push."""
+"""The commands as Python functions: train, extend, remove, evaluate, export, push."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def forgetting(self) -> dict[str, Any] | None:
-        """Of a run that extended a model: the change of each old class, and the IoU of each new one."""
+        """For a run that extended a model, the change of each old class and the IoU of each new one; else None."""
         file = RunDir(self.folder).forgetting
         return read_record(file) if file.exists() else None
 
@@ -137,6 +137,7 @@ def extend(
     data: str = "folder",
     recipe: str = extension.AUTO,
     size: int | None = None,
+    protect: str | Sequence[str] | None = None,
     images: StrPath | None = None,
     step: int | None = None,
     method: str | type[Method] | None = None,
@@ -153,6 +154,7 @@ def extend(
     out:      run folder to write.
     classes:  classes of the folder to add; by default all that the model does not know.
     recipe:   how to learn; auto tries several recipes, from gentle to strong, and takes the best.
+    protect:  old classes that must not give way to a new class that lies on them, as a dress lies on a person.
     settings: settings of `incseg train` that win over the recipe. For the others see `incseg extend --help`.
 
     Example:
@@ -174,6 +176,7 @@ def extend(
         data=data,
         root=_path(root),
         classes=classes if isinstance(classes, str | None) else ",".join(classes),
+        protect=protect if isinstance(protect, str | None) else ",".join(protect),
         recipe=recipe,
         size=size,
         images=None if images is None else Path(images).expanduser(),
@@ -219,7 +222,7 @@ def evaluate(
 
     data, root: the dataset; classes are matched by name, photographs are predicted whole. Without `data` the last step
                 of a run is tested again, on its own dataset, which may have moved to `root`.
-    split:      with `data`: val, train or all; by default val, and all where the dataset does not name its val.
+    split:      with `data`: val, train or all; by default val, or all if the dataset does not define val.
     options:    other options of the model's method for this test, such as balancing="odds".
 
     Example:
@@ -283,7 +286,7 @@ def _file(model: StrPath | Predictor | Run) -> StrPath:
 
 
 def _own_method(model: StrPath | Predictor | Run) -> str | None:
-    """Return the method of a model that is in use here, so that one of one's own need not be named again."""
+    """Return the method of a model that is loaded already, so that a method from outside need not be named again."""
     if isinstance(model, Predictor):
         return str(model.info["method"]["name"])
     return model.method if isinstance(model, Run) else None

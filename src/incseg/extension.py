@@ -1,8 +1,9 @@
-"""Extend a model by new classes: try a few recipes, measure them on held-back photographs, take the best.
+"""Extend a model by new classes: try a few recipes, measure them on held-back photographs, choose the best.
 
-The rule: of the recipes under which the old classes keep their pixels (at most a point of agreement is lost where no
-new object is), the one with the best mean IoU of the new classes. Recipes go from gentle to strong. Every try is an
-ordinary run in OUT/tries, so that an interrupted call loses nothing; the best one becomes OUT itself.
+The rule: of the recipes that leave the pixels of old classes unchanged where no new object is, take the one with the
+best mean IoU of the new classes. Trained classes together may lose at most one pixel in a hundred there. A class that a
+new class lies on, as a dress lies on a person, may lose one in ten. Recipes go from gentle to strong. Every try is an
+ordinary run in OUT/tries, so an interrupted call loses nothing; the best one becomes OUT itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from incseg.engine.warm_start import WarmStart
 from incseg.inference import require_trusted
 from incseg.io import read_json, require_known, write_json
 from incseg.methods import find_method
-from incseg.metrics import agreement, best, mean_new_iou
+from incseg.metrics import MOST_LOST, agreement, best, mean_new_iou, unchanged
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import Segmenter
 from incseg.presets import preset_for
@@ -38,27 +39,31 @@ from incseg.settings import require_types
 from incseg.types import UserError
 
 BATCH = 8
-AUTO = "auto"
+AUTO, ALL = "auto", "all"
 _FULL = "folder-full"
-"""The preset that a model takes whose file does not tell how it was trained."""
+"""Preset for a model whose file does not have its training settings."""
 SIZES = frozenset({"train.crop", "eval.size"})
 _OF_RECIPES = "evidential"
-"""The method that can add classes to a model that stays as it is."""
+"""The method that can add classes by SGD to a frozen model."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings by name; `what` says in a few words what they train, `updates` how long."""
+    """Settings with a name.
+
+    what:    what is trained, in a few words.
+    updates: number of optimiser updates.
+    """
 
     name: str
     what: str
     settings: dict[str, dict[str, Any]] = field(repr=False)
     updates: int = 0
     method: str | None = None
-    """The method that learns so; None for the one that trained the model."""
+    """The method of the recipe; None for the one that trained the model."""
 
     def epochs(self, images: int) -> int:
-        """Passes over so many images that make about as many updates, and four at least."""
+        """Return the epochs over this number of images that make about `updates` updates, at least four."""
         return max(4, min(100, round(self.updates / max(1, images // BATCH))))
 
     @property
@@ -68,7 +73,7 @@ class Recipe:
 
 
 def _frozen(own_head: bool) -> dict[str, dict[str, Any]]:
-    """The whole model stays as it is; chosen on held-back photographs of CCP, see docs/lab-log.md."""
+    """Return settings with the old model frozen. They were chosen on held-back photographs of CCP (docs/lab-log.md)."""
     return {
         "model": {"freeze_backbone": True},
         "method": {"start_score": -2.0, "class_weight": 0.5, "foreground_weight": False},
@@ -83,7 +88,7 @@ def _frozen(own_head: bool) -> dict[str, dict[str, Any]]:
 
 CLOSED_FORM = Recipe(
     "closed-form",
-    "the new classes solved in closed form against everything seen before, in seconds; all else stays as it is",
+    "the new classes solved in closed form against all that was seen before, in seconds; the rest is frozen",
     {
         "model": {"freeze_backbone": True},
         "method": {"sgd_share": 1.0},
@@ -95,21 +100,19 @@ CLOSED_FORM = Recipe(
     },
     method="analytic",
 )  # fmt: skip
-AS_TRAINED = Recipe("as-trained", "the settings that the model's own later steps were trained by", {})
+AS_TRAINED = Recipe("as-trained", "the settings of the model's own later steps", {})
 LADDER = (
-    Recipe("gentle", "a classifier for the new classes; all else stays as it is", _frozen(False), 160, "evidential"),
-    Recipe(
-        "own-head", "a head of their own for the new classes; all else stays as it is", _frozen(True), 160, "evidential"
-    ),
-    Recipe("strong", "the same, trained twice as long", _frozen(True), 320, "evidential"),
+    Recipe("gentle", "a classifier for the new classes; the rest is frozen", _frozen(False), 160, "evidential"),
+    Recipe("own-head", "a head of their own for the new classes; the rest is frozen", _frozen(True), 160, "evidential"),
+    Recipe("strong", "like own-head, trained twice as long", _frozen(True), 320, "evidential"),
 )
-"""From gentle to strong."""
+"""Recipes by SGD, from gentle to strong."""
 RECIPES = {recipe.name: recipe for recipe in (CLOSED_FORM, *LADDER, AS_TRAINED)}
 
 
 @dataclass(frozen=True)
 class Try:
-    """A recipe with the whole configuration that it gives; its run folder lies in OUT/tries."""
+    """A recipe with the whole configuration of its run, whose folder is in OUT/tries."""
 
     recipe: Recipe
     config: RunConfig
@@ -117,7 +120,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a try did to the classes: the content of its forgetting.json, and the seconds that it took."""
+    """The result of a try: the content of its forgetting.json, and its seconds."""
 
     recipe: Recipe
     config: RunConfig
@@ -125,28 +128,32 @@ class Outcome:
     seconds: float
 
     @property
-    def agreement(self) -> float:
-        """Percent of the old classes' pixels that stayed; 100 where there were none."""
-        kept = agreement(self.found)
-        return 100.0 if kept is None else kept
+    def unchanged(self) -> float:
+        """Return the percentage of old pixels that are unchanged, as the rule counts it."""
+        return unchanged(self.found, protected=self.config.train.protect or ())
 
     @property
     def score(self) -> float:
         return mean_new_iou(self.found)
 
     def summary(self) -> dict[str, Any]:
-        ious = {name: of_class["iou"] for name, of_class in self.found["new"].items()}
-        return {"recipe": self.recipe.name, "agreement": round(self.agreement, 2), "iou": ious, "seconds": self.seconds}
+        return {
+            "recipe": self.recipe.name,
+            "agreement": round(100.0 if (same := agreement(self.found)) is None else same, 2),
+            "allowed": 100 - self.unchanged <= MOST_LOST,
+            "iou": {name: of_class["iou"] for name, of_class in self.found["new"].items()},
+            "seconds": self.seconds,
+        }
 
 
 def choose(outcomes: Sequence[Outcome]) -> Outcome:
     """The best new classes among those that are allowed, the gentler of equals; where none is, the one that keeps
     most of the old."""
-    return outcomes[best([(outcome.score, outcome.agreement) for outcome in outcomes])]
+    return outcomes[best([(outcome.score, outcome.unchanged) for outcome in outcomes])]
 
 
 def _screen() -> Screen:
-    """Return a screen without the tables of protocols: an extension has its own. Tries print the same line once."""
+    """Return a screen that drops the tables of runs, because an extension has its own, and repeated lines of tries."""
     screen, printed = Screen(), set[str]()
 
     def wanted(record: LogRecord) -> bool:
@@ -161,9 +168,9 @@ def _screen() -> Screen:
 
 
 def extend(tries: Sequence[Try], out: Path, train_images: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Run the tries that are not finished, choose, and leave the best as the run `out`; returns its forgetting.json.
+    """Run the unfinished tries, choose the best, and copy it to the run `out`. Return its forgetting.json.
 
-    train_images: how many photographs to learn from show each new class; saved with what was found.
+    train_images: number of photographs to learn from for each new class; saved with the result.
     """
     _require_same(tries, out)
     outcomes = []
@@ -175,11 +182,12 @@ def extend(tries: Sequence[Try], out: Path, train_images: Mapping[str, int] | No
             if is_main_process():
                 found = read_json(RunDir(one.config.folder).forgetting)
                 outcomes.append(Outcome(one.recipe, one.config, found, results["seconds"]))
-    if not is_main_process():  # the first process alone goes on
+    if not is_main_process():  # only the first process continues
         return {}
     chosen = choose(outcomes)
     report = {
         **chosen.found,
+        "protected": list(chosen.config.train.protect or ()),
         "train_images": dict(train_images or {}),
         "recipe": chosen.recipe.name,
         "tries": [outcome.summary() for outcome in outcomes],
@@ -191,7 +199,7 @@ def extend(tries: Sequence[Try], out: Path, train_images: Mapping[str, int] | No
 
 
 def _require_same(tries: Sequence[Try], out: Path) -> None:
-    """Before anything is learnt: a folder that holds something else is not written over."""
+    """Refuse, before anything is learnt, a folder with a run of other settings."""
     run = RunDir(out)
     if not run.started:
         return
@@ -201,7 +209,7 @@ def _require_same(tries: Sequence[Try], out: Path) -> None:
 
 
 def _adopt(source: RunDir, run: RunDir, config: RunConfig) -> None:
-    """Make `run` what `source` is: the same steps, rows and results, by copies of its files."""
+    """Copy steps, rows and results of the run `source` to `run`."""
     open_run(run, config)
     for file in (source.protocol, source.environment):
         shutil.copyfile(file, run.root / file.name)
@@ -210,15 +218,15 @@ def _adopt(source: RunDir, run: RunDir, config: RunConfig) -> None:
 
 
 SETTINGS = ("method.", "train.", "eval.", "data.", "model.freeze_backbone", "reuse", "precision")
-"""What the names of those settings of a run begin with that may be given; they win over a recipe."""
+"""Prefixes of the settings of a run that the user may give. They win over a recipe."""
 
 
 @dataclass
 class Request:
-    """What to add to which model. The fields are the options of `incseg extend`, but for the last two.
+    """What to add to which model. All fields but two are options of `incseg extend`.
 
-    resolve: makes the whole configuration of defaults, nested as in config.yaml, and the settings that were given.
-    given:   the dotted names of these settings, such as train.epochs.
+    resolve: function from defaults, nested as in config.yaml, to the configuration with the settings of the user.
+    given:   dotted names of these settings, such as train.epochs.
     """
 
     model: str | os.PathLike[str]
@@ -230,6 +238,7 @@ class Request:
     classes: str | None = None
     recipe: str = AUTO
     size: int | None = None
+    protect: str | None = None
     images: Path | None = None
     step: int | None = None
     method: str | None = None
@@ -240,11 +249,11 @@ class Request:
 
 @dataclass
 class Plan:
-    """A request with what the model and the images say to it: which recipes to try, with which settings.
+    """The recipes to try for a request, and their settings, which depend on the model and the images.
 
-    train_images: how many photographs to learn from show each new class.
+    train_images: number of photographs to learn from for each new class.
     further:      classes that the model knows and that are improved.
-    lines:        what a person should read before the work begins.
+    lines:        lines for the user to read before the work begins.
     """
 
     request: Request
@@ -291,7 +300,7 @@ class Plan:
         return tuple(recipe for recipe in allowed if recipe is not AS_TRAINED) or (AS_TRAINED,)
 
     def tries(self) -> list[Try]:
-        """One for each recipe; recipes that the given settings make alike are tried once."""
+        """Return a try for each recipe, or one for several whose configurations are equal under the given settings."""
         out, found = Path(self.request.out), list[Try]()
         for recipe in self.recipes:
             config = self.config(recipe)
@@ -301,7 +310,7 @@ class Plan:
         return found
 
     def config(self, recipe: Recipe) -> RunConfig:
-        """The model's own settings, then those of the recipe, then those that were given."""
+        """Return the configuration of a recipe: the model's own settings, then the recipe's, then those of the user."""
         request = self.request
         defaults: dict[str, Any] = {
             "task": request.classes or "joint",
@@ -316,6 +325,8 @@ class Plan:
             "model": dict(vars(self.model.config)),
             **_as_trained(self.file, self.about, self.method["name"]),
         }
+        if self.protected:
+            defaults["train"]["protect"] = self.protected
         if recipe is CLOSED_FORM and request.images is not None:
             defaults["method"]["images"] = str(request.images)
         if recipe is not AS_TRAINED:
@@ -329,14 +340,25 @@ class Plan:
             defaults[group] = {**defaults[group], **values}
         return request.resolve(defaults)
 
+    @property
+    def protected(self) -> list[str]:
+        """Return the old classes that must not give way to new ones that lie on them."""
+        known = [name for increment in self.model.increments for name in increment.classes]
+        if self.request.protect is None:
+            return []
+        if self.request.protect == ALL:
+            return known
+        names = [name.strip() for name in self.request.protect.split(",")]
+        for name in names:
+            require_known("class of the model", name, known)
+        return names
+
     def _knows_options(self, recipe: Recipe) -> bool:
-        """Whether the recipe's method has all options of a method that were given."""
-        known = {f"method.{option.name}" for option in fields(find_method(self._name_of(recipe)).Config)}
+        """Return whether the recipe's method has all method options that the user gave."""
+        method = find_method(recipe.method or str(self.method["name"]))
+        known = {f"method.{option.name}" for option in fields(method.Config)}
         given = {name for name in self.request.given if name.startswith("method.")}
         return given <= known or recipe is AS_TRAINED
-
-    def _name_of(self, recipe: Recipe) -> str:
-        return recipe.method or str(self.method["name"])
 
     def _size_of(self, recipe: Recipe) -> int | None:
         if self.size is None or recipe is AS_TRAINED:
@@ -345,27 +367,27 @@ class Plan:
 
     @property
     def own_size(self) -> int:
-        """Shorter side of the input of the model as it is."""
+        """Shorter side of the input of the model."""
         return int(self.about.get("test_size", 0)) or int(self.about.get("train", {}).get("crop", 320))
 
     @property
     def allowed_sizes(self) -> list[int]:
-        """The model's own size and its multiples, at which the old classes can go on to see their own."""
+        """The model's own size and its multiples. The input of the old classes keeps its size at each of them."""
         solved = any(increment.solved for increment in self.model.increments)
         if self.further or (solved and "method.sgd_share" in self.request.given):
-            return [self.own_size]  # what is solved anew sees the input as it is
+            return [self.own_size]  # classes that are solved again use the input at its own size
         largest = max(Segmenter.SHRINKS) // max(self.model.shrinks)
         return [self.own_size * factor for factor in Segmenter.SHRINKS if factor <= min(4, largest)]
 
     def _look_at_photographs(self) -> None:
-        """See what the masks mean, count the new classes' photographs, and choose the input size by their objects."""
+        """Check the mask values, count the photographs of new classes, and choose the input size by their objects."""
         warm_start = WarmStart(self.file, self.model, self.about)
         if self.recipes == (CLOSED_FORM,):
             self.further = warm_start.learn_further(self.request.classes or "")
             if self.further:
                 self.lines.append(
-                    f"the model knows {', '.join(self.further)} already: what it has learnt counts, and the new "
-                    "photographs improve it"
+                    f"the model knows {', '.join(self.further)} already; the new photographs are added to what it has "
+                    "learnt"
                 )
         inner = open_source(self.config(AS_TRAINED).data)
         source = warm_start.extended(inner, self.request.classes or "joint")
@@ -389,8 +411,8 @@ class Plan:
         ):
             allowed = ", ".join(map(str, self.allowed_sizes))
             raise UserError(
-                f"--size is {self.request.size}; the old classes were trained at {self.own_size} and go on to see "
-                f"that, so give one of {allowed}"
+                f"--size is {self.request.size}; the old classes were trained at {self.own_size} and still need that "
+                f"size, so give one of {allowed}"
             )
         if not given and self.recipes != (AS_TRAINED,):
             self._choose_size(source, pixels["train"], ids)
@@ -402,12 +424,12 @@ class Plan:
         self.size = choose_size(
             sides, self.allowed_sizes, [*sizes, *source.sizes("val")], self.model.backbone.strides[-1]
         )
-        before = f" (the old classes go on to see {own})" if self.size.size != own else ""
+        before = f" (the old classes still use {own})" if self.size.size != own else ""
         self.lines.append(f"{self.size}{before}")
 
 
 def _recipes_of(method: str, model: Segmenter) -> tuple[Recipe, ...]:
-    """Those that go on with a model, by the method that it is of."""
+    """Return the recipes that can extend a model of this method."""
     if any(increment.solved for increment in model.increments):
         return (CLOSED_FORM,)
     if method == CLOSED_FORM.method:
@@ -416,7 +438,7 @@ def _recipes_of(method: str, model: Segmenter) -> tuple[Recipe, ...]:
 
 
 def _method_of(recipe: Recipe, trained_by: dict[str, Any]) -> dict[str, Any]:
-    """The method of a try, with the options of the model's own that it has, too."""
+    """Return the method of a try, with the model's own options that this method has too."""
     if recipe.method in (None, trained_by["name"]):
         return dict(trained_by)
     known = {option.name for option in fields(find_method(str(recipe.method)).Config)}
@@ -428,7 +450,7 @@ def _without_out(config: RunConfig) -> dict[str, Any]:
 
 
 def _as_trained(file: Path, about: dict[str, Any], method: str) -> dict[str, Any]:
-    """How the model was trained and tested: by its file, else by the run folder it lies in, else a small recipe."""
+    """Return the settings of the model's training and test: from its file, else from its run folder, else a preset."""
     size = int(about.get("test_size", 0))
     run = RunDir(file.parent.parent.parent)
     if "train" in about:

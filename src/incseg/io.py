@@ -360,6 +360,12 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def first_few(names: Iterable[object], most: int = 3) -> str:
+    """Return the first names of a list for a message: "a, b, c, …"."""
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (", …" if len(texts) > most else "")
+
+
 # A longer list would hide the nearest match.
 _MOST_NAMES_IN_AN_ERROR = 24
 

@@ -6,7 +6,7 @@ Every metric is a pure function of integer counts that add up, so batches and pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -141,7 +141,9 @@ def plop_average(alls: Sequence[float | None]) -> float | None:
 
 
 MOST_LOST = 1.0
-"""Points of agreement that the old classes may lose outside the new objects."""
+"""Percent of their pixels that the trained classes together may lose outside the new objects."""
+MAY_GIVE_WAY = 10.0
+"""Percent of its own pixels that a class may lose there if an earlier extension added it or a new class lies on it."""
 _RESERVE = 0.25
 """Points that calibration leaves: whole images are counted later and must stay within MOST_LOST, too."""
 ALLOWED = MOST_LOST - _RESERVE
@@ -150,6 +152,39 @@ ALLOWED = MOST_LOST - _RESERVE
 def agreement(counts: dict[str, Any]) -> float | None:
     """Return the percentage of old-class pixels, outside new objects, whose label is unchanged; None without any."""
     return 100 * counts["kept"] / counts["pixels"] if counts["pixels"] else None
+
+
+_FEWEST = 100
+"""Pixels below which the share that a class lost says nothing."""
+
+
+def unchanged(
+    found: dict[str, Any], most_lost: float = MOST_LOST, added: Collection[str] = (), protected: Collection[str] = ()
+) -> float:
+    """Return the percentage of old pixels outside new objects whose label is unchanged, as the rule counts it.
+
+    found:     the counts of engine/forgetting.py.
+    most_lost: percent that the trained classes may lose.
+    added:     classes of earlier extensions. They claim more that is not theirs than trained classes do.
+    protected: classes that do not give way to new classes that lie on them.
+
+    Trained classes count together. A class that was added, or that a new class lies on, has a limit of its own: at
+    MAY_GIVE_WAY of its pixels lost, `most_lost` is reached.
+    """
+    classes = found["classes"]
+    apart = set(added) | (hosts(found) - set(protected))
+    together = [of_class for name, of_class in classes.items() if name not in apart]
+    pixels, kept = (sum(of_class[key] for of_class in together) for key in ("pixels", "kept"))
+    lost = 100 * (1 - kept / pixels) if pixels else 0.0
+    for of_class in (classes[name] for name in apart):
+        if of_class["pixels"] >= _FEWEST:
+            lost = max(lost, 100 * (1 - of_class["kept"] / of_class["pixels"]) * most_lost / MAY_GIVE_WAY)
+    return 100 - lost
+
+
+def hosts(found: dict[str, Any]) -> set[str]:
+    """Return the old classes that a new class lies on, as a dress lies on a person."""
+    return {name for of_class in found["new"].values() if (name := of_class.get("lies_on")) is not None}
 
 
 def mean_new_iou(found: dict[str, Any]) -> float:
@@ -191,8 +226,13 @@ def median_scores(counts: Tensor) -> Tensor:
     reached = counts.cumsum(1)
     total = reached[:, -1]
     below = (reached * 2 < total.unsqueeze(1)).sum(1)
-    odds = (below + 0.5) * (2 * _LIMIT / BINS) - _LIMIT
-    return torch.where(total > 0, odds.sigmoid(), 0)
+    return torch.where(total > 0, bin_scores().to(counts.device)[below.clamp(max=BINS - 1)], 0)
+
+
+def bin_scores() -> Tensor:
+    """Return (BINS,) the scores in the middle of the bins."""
+    odds = (torch.arange(BINS) + 0.5) * (2 * _LIMIT / BINS) - _LIMIT
+    return odds.sigmoid()
 
 
 def _bins(scores: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from incseg.data.extended import folded
 from incseg.data.source import Source, Split
 from incseg.engine.progress import show_progress
 from incseg.inference import Predictor
+from incseg.io import first_few
 from incseg.metrics import boundary_counts, boundary_iou, confusion_counts, iou, percent
 from incseg.types import BACKGROUND, IGNORE, UserError
 
@@ -39,8 +40,8 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
             shared[label] = name
     if not shared:
         raise UserError(
-            f"the model knows none of the classes of {source.info.name}; they are {_some(source.info.classes)}, and it "
-            f"knows {_some(predictor.classes[1:])}"
+            f"the model knows none of the classes of {source.info.name}; they are {first_few(source.info.classes, 8)}, "
+            f"and it knows {first_few(predictor.classes[1:], 8)}"
         )
     pairs = [(split, index) for split in splits for index in range(len(source.names(split)))]
     if not pairs:
@@ -75,10 +76,6 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
     shown = [one for one in classes.values() if one["images"]]
     means = {name: round(sum(one[name] for one in shown) / len(shown), 2) if shown else None for name in measures}
     return {"images": len(pairs), "mean": means["iou"], "boundary_mean": means["boundary_iou"], "classes": classes}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
 
 
 def score_table(found: dict[str, Any]) -> Table:

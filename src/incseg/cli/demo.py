@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 import webbrowser
@@ -13,6 +12,7 @@ from types import FrameType
 from incseg.cli.main import add_common
 from incseg.demo.models import Models
 from incseg.demo.server import DEFAULT_PORT, DemoServer
+from incseg.engine.runtime import handling
 
 HELP = "a local web page: drop an image, see mask and uncertainty; teach the model a class"
 READY = "voc20"
@@ -36,25 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     paths = [Path(path) for path in (args.model, args.other) if path is not None]
     server = DemoServer(Models(paths, args.device, args.threads, args.method), args.host, args.port)
-    # SIGINT too: shells let background processes ignore it
-    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        print(f"{server.url}  (Ctrl-C ends it)", flush=True)
-        if not server.is_local:
-            print(
-                f"warning: everyone who can connect to port {server.server_port} of this machine can use the page; it "
-                "has no password",
-                file=sys.stderr,
-            )
-        if args.open:  # in a thread, because a browser in a terminal returns only when it ends
-            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print("stopped")
-    finally:
-        server.server_close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(_interrupt, "SIGINT", "SIGTERM"):  # SIGINT too: shells let background processes ignore it
+        try:
+            print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+            if not server.is_local:
+                print(
+                    f"warning: everyone who can connect to port {server.server_port} of this machine can use the page; "
+                    "it has no password",
+                    file=sys.stderr,
+                )
+            if args.open:  # in a thread, because the call of a terminal browser returns only when it is closed
+                threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("stopped")
+        finally:
+            server.server_close()
     return 0
 
 

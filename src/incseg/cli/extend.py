@@ -34,11 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write; repeat the command to resume")
     parser.add_argument(
         "--recipe", choices=[AUTO, *RECIPES], default=AUTO,
-        help="how to learn: auto tries several recipes, from gentle to strong, and takes the best (default: auto)",
+        help="how to learn: auto tries several recipes, from gentle to strong, and chooses the best (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--size", type=int, metavar="PIXELS", help="shorter side of the input (default: by the size of the new objects)"
     )
+    parser.add_argument(
+        "--protect", metavar="NAMES",
+        help="old classes that must not give way to a new class that lies on them, as a dress lies on a person, or all",
+    )  # fmt: skip
     parser.add_argument(
         "--images", type=Path, metavar="DIR",
         help="for a model that was saved without sums: any images that show its classes, without masks",

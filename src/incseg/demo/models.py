@@ -1,4 +1,4 @@
-"""What the page can ask of the models: which there are, what one of them says of an image, and to teach it a class."""
+"""The models of the page: list them, predict an image, teach a class."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from incseg.inference import ONNX_SUFFIX, Predictor, Result, load
 from incseg.models.files import carries_sums
 
 FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP", "image/bmp": "BMP", "image/gif": "GIF"}
-"""Content types that are taken, and Pillow's decoder of each; no other decoder is ever tried."""
+"""Allowed content types with Pillow's decoder of each. No other decoder is tried."""
 MOST_PIXELS = 64_000_000
-"""Of an image; about 200 MB decoded."""
+"""Limit on the pixels of an image: about 200 MB decoded."""
 LONGEST_SIDE = 800
-"""Of an answer: more than a panel of the page shows."""
+"""Longest side of an answer, more than a panel of the page shows."""
 MOST_ANSWER_BYTES = 32 << 20
-"""With many classes the answer gets smaller sides instead of more bytes."""
-_LONGEST_SEEN = 2048  # of an image for a model that was tested on images as they are
-_MOST_LOADED = 4  # steps kept in memory
+"""Limit on an answer. With many classes its sides are shorter."""
+_LONGEST_SEEN = 2048  # longest side of an image for a model that was tested on images at their own size
+_MOST_LOADED = 4  # steps in memory
 _SAMPLES = 6
 MOST_TAUGHT = 8
-"""Classes that are taught while a server runs; the model of each takes some tens of MB in a temporary folder."""
-_NO_SUMS = "This model carries no sums, so it cannot be taught here; incseg extend adds classes to it."
+"""Most classes that are taught while a server runs. Each model takes some tens of MB in a temporary folder."""
+_NO_SUMS = "This model has no sums, so it cannot be taught here; incseg extend adds classes to it."
 
 
 @dataclass
@@ -54,11 +54,11 @@ class DemoModel:
     steps: dict[int, tuple[str, ...]]
     """The classes that each step added, of the steps that can be chosen."""
     from_run: bool
-    """Whether `path` is a run folder, so that a step has to be named."""
+    """Whether `path` is a run folder, so a step must be named."""
     can_learn: dict[int, bool]
-    """Whether each step carries the sums that a class can be taught from."""
+    """Whether each step has the sums from which a class can be taught."""
     taught: dict[int, Path] = field(default_factory=dict)
-    """The files of steps that were taught in the page, in a temporary folder; they follow those of the model."""
+    """The files of steps that were taught in the page, in a temporary folder. They follow the model's own steps."""
 
     def file(self, step: int) -> Path:
         if step in self.taught:
@@ -91,7 +91,7 @@ class Models:
     def _open(self, index: int, path: Path) -> DemoModel:
         last = load(path, None, self.device, self.threads, self.method)
         step = int(last.info["step"])
-        self._keep((index, step), last)
+        self._cache((index, step), last)
         from_run = path.is_dir() and not (path / "model.safetensors").is_file()
         steps = RunDir(path).steps_done() if from_run else [step]
         protocol = last.info.get("protocol", {})
@@ -111,7 +111,7 @@ class Models:
         return model
 
     def about(self) -> list[dict[str, Any]]:
-        """What the page says of each model; no path of this machine is in it."""
+        """Return the facts about each model that the page shows, without paths of this machine."""
         return [
             {
                 "name": model.name,
@@ -133,7 +133,7 @@ class Models:
 
     @cached_property
     def samples(self) -> list[bytes]:
-        """PNGs to begin with, where a model was trained on the embedded dataset."""
+        """Sample images as PNG if a model was trained on the embedded dataset."""
         sizes = [model.test_size for model in self._known if model.dataset == Shapes.info.name]
         if not sizes:
             return []
@@ -150,13 +150,13 @@ class Models:
         return 0 <= model < len(self._known) and step in self._known[model].steps
 
     def taught(self, model: int, step: int) -> Path | None:
-        """Return the file of a step that was taught in the page, None for any other."""
+        """Return the file of a step that was taught in the page; None for any other step."""
         return self._known[model].taught.get(step) if self.has(model, step) else None
 
     def teach(self, lesson: Lesson, seconds: float, stopped: Callable[[], bool]) -> dict[str, Any]:
-        """Teach a step of a model a class, and return what the page says of it; the step that knows it is a new one.
+        """Teach a class to a step of a model as a new step, and return the facts that the page shows.
 
-        seconds, stopped: when it is given up, see `extend`. Predictions may be asked for meanwhile.
+        seconds, stopped: limits of `extend`. Predictions are possible meanwhile.
         """
         if not self.has(lesson.model, lesson.step):
             raise LessonError("there is no such model or step; load the page again")
@@ -186,12 +186,12 @@ class Models:
         return {**found, **counts, "model": lesson.model, "step": step}
 
     def close(self) -> None:
-        """Delete what was taught."""
+        """Delete the models that were taught."""
         if self._folder is not None:
             self._folder.cleanup()
 
     def answer(self, content: bytes, model: int, step: int, seconds: float = math.inf) -> bytes:
-        """What a step of a model says of an image file, see `encode`; given up after so many seconds."""
+        """Return the prediction of a step for an image file, encoded by `encode`. Give up after this many seconds."""
         deadline = time.monotonic() + seconds
         image = decode_image(content, "the image", tuple(FORMATS.values()), MOST_PIXELS)
         size = image.size
@@ -207,33 +207,30 @@ class Models:
         key = (model, step)
         if key not in self._loaded:
             file = self._known[model].file(step)
-            self._keep(key, load(file, None, self.device, self.threads, self.method))
+            self._cache(key, load(file, None, self.device, self.threads, self.method))
         self._loaded.move_to_end(key)
         return self._loaded[key]
 
-    def _keep(self, key: tuple[int, int], predictor: Predictor) -> None:
+    def _cache(self, key: tuple[int, int], predictor: Predictor) -> None:
         self._loaded[key] = predictor
         while len(self._loaded) > _MOST_LOADED:
             self._loaded.popitem(last=False)
 
 
 def longest_side(num_labels: int) -> int:
-    """Of an answer about an image, however many classes there are."""
-    return min(LONGEST_SIDE, math.isqrt(MOST_ANSWER_BYTES // _bytes_per_pixel(num_labels)))
-
-
-def _bytes_per_pixel(num_labels: int) -> int:
-    return 3 + 1 + 1 + 2 + num_labels
+    """Return the longest side of an answer with this number of labels."""
+    bytes_per_pixel = 2 + 3 + 1 + 1 + num_labels  # the planes of `encode`
+    return min(LONGEST_SIDE, math.isqrt(MOST_ANSWER_BYTES // bytes_per_pixel))
 
 
 def encode(result: Result, image_size: tuple[int, int], seconds: float) -> bytes:
-    """An answer as the page reads it: the length of a head (uint32), the head (JSON), planes of height × width.
+    """Return an answer for the page: the length of a head (uint32), the head (JSON), planes of height × width.
 
     The planes, all little-endian: uncertainty (uint16, 65535 is 1), the image as the model saw it (RGB), the method's
     own labels (uint8), the strongest label (uint8), and a probability for each label (uint8, 255 is 1).
 
-    The strongest label is what a pixel becomes whose u is not above a threshold. Where u is the probability of
-    background, that is the strongest class; where u is another measure, background is an output like the others.
+    The page shows the strongest label at pixels whose u is not above its threshold. If u is the probability of
+    background, the strongest label is a class. If u is another measure, it may also be background.
     """
     assert result.probabilities is not None
     height, width = result.labels.shape
@@ -251,7 +248,7 @@ def encode(result: Result, image_size: tuple[int, int], seconds: float) -> bytes
         "seconds": round(seconds, 3),
     }
     text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 4)  # so that the planes of two bytes begin at an even place
+    text += b" " * (-len(text) % 4)  # aligns the planes of two bytes
     planes = [
         _quantised(result.uncertainty, np.dtype("<u2")),
         np.asarray(result.image),

@@ -1,15 +1,15 @@
-"""The server of the page: a fixed table of routes, and limits on everything that a client can send or hold.
+"""The server of the page: a fixed table of routes, and limits on everything that a client can send.
 
-It is http.server of the standard library, not starlette on uvicorn. The page needs a few routes and one prediction at a
-time, so an event loop has nothing to win; and what it does need (a limit of the body before it is read, a deadline for
-slow clients, a bounded queue, the checks of Host and Origin) has to be written with either. So the lightest does:
-nothing to install, and all rules in this one file. http.server itself only parses the request line and the headers;
-its handler of files is not used, and no path of a request ever becomes a path on disk.
+It is based on http.server of the standard library, not on starlette and uvicorn. The page needs a few routes and one
+prediction at a time, so an event loop would gain nothing. The rest (a limit on the body before it is read, a deadline
+for slow clients, a bounded queue, checks of Host and Origin) must be written in any case. So there is nothing to
+install, and all rules are in this file. http.server only parses the request line and the headers. Its file handler is
+not used, and no path of a request becomes a path on disk.
 
-Every connection carries one request. At most `connections` of them are open, at most `uploads` of those have a body or
-an answer in memory, one prediction runs at a time, and one class is taught at a time. Images to predict are never
-written to disk. Photographs that teach a class lie in a temporary folder until it is learnt; the new model lies there
-until the server ends.
+Every connection has one request. At most `connections` of them are open, and at most `uploads` of these have a body or
+an answer in memory. One prediction runs at a time, and one class is taught at a time. Images to predict are never
+written to disk. Photographs that teach a class are in a temporary folder until it is learnt, the new model until the
+server ends.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may send and hold.
+    """Limits on clients.
 
-    upload_bytes:    of an image file.
-    lesson_bytes:    of all photographs and masks that teach a class.
-    read_seconds:    for a whole request to arrive.
-    predict_seconds: for a prediction, and for those before it to end.
-    teach_seconds:   for a class to be learnt.
-    write_seconds:   for an answer to be taken; of a model file for each MB.
-    connections:     open at once; more are turned away.
-    uploads:         in memory at once, one of them being predicted; more are asked to come again.
+    upload_bytes:    size of an image file.
+    lesson_bytes:    size of all photographs and masks that teach a class.
+    read_seconds:    time until a whole request has arrived.
+    predict_seconds: time for a prediction, and time to wait for those before it.
+    teach_seconds:   time to learn a class.
+    write_seconds:   time to send an answer; for a model file, to send each MB.
+    connections:     open connections; more are refused.
+    uploads:         images in memory, one of them being predicted; more are refused and may be sent again.
     """
 
     upload_bytes: int = 20 << 20
@@ -89,7 +89,7 @@ class Limits:
 
 
 class _Refused(Exception):
-    """A request that gets no for an answer."""
+    """A refused request: status and message of the answer."""
 
     def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class _Refused(Exception):
 
 
 class DemoServer(ThreadingHTTPServer):
-    """Listens from the moment it is made; `serve_forever` answers, `server_close` waits for what is under way."""
+    """A server that listens at once. `serve_forever` answers requests; `server_close` waits for those in progress."""
 
     daemon_threads = False  # a thread inside torch must not be cut off when the interpreter ends
 
@@ -129,7 +129,7 @@ class DemoServer(ThreadingHTTPServer):
             ) from error
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's own asks the network for the name of this machine
+        TCPServer.server_bind(self)  # that of HTTPServer asks the network for the machine's name
         self.server_name, self.server_port = self._host, self.server_address[1]
 
     @property
@@ -145,10 +145,10 @@ class DemoServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def knows_host(self, header: str) -> bool:
-        """Whether a Host header is one that a person would have typed, at any port (it may be forwarded).
+        """Return whether a Host header means this server, at any port (it may be forwarded).
 
-        A page of elsewhere whose name was made to resolve to this machine (DNS rebinding) comes with that name; it can
-        never come with an address.
+        If the name of a foreign page is made to resolve to this machine (DNS rebinding), the header has that name. It
+        can never have an address.
         """
         try:
             host = urlsplit(f"//{header}").hostname or ""
@@ -184,13 +184,13 @@ class DemoServer(ThreadingHTTPServer):
         with self._open_lock:
             for connection in self._open:
                 with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RD)  # whoever is still sending; answers under way may end
+                    connection.shutdown(socket.SHUT_RD)  # stops requests, not answers in progress
         super().server_close()
         self.models.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # clients come and go as they like
+        if not isinstance(error, OSError):  # clients may disconnect at any time
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
 
 
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.server.models.taught(model, step)
         if path is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such model; load the page again")
-        with path.open("rb") as file, suppress(OSError):  # an answer that began cannot become a refusal
+        with path.open("rb") as file, suppress(OSError):  # an answer that has begun cannot become an error
             self._begin(HTTPStatus.OK, _LESSON, path.stat().st_size)
             while self.command != "HEAD" and (chunk := file.read(_CHUNK)):
                 self.wfile.write(chunk)
@@ -251,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _teach(self, content: bytes) -> dict[str, Any]:
         try:
-            found = self.server.models.teach(Lesson.read(content), self.server.limits.teach_seconds, self._is_left)
+            found = self.server.models.teach(Lesson.read(content), self.server.limits.teach_seconds, self._is_gone)
         except Interrupted:
             raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the teaching was stopped") from None
         except LessonError as error:
@@ -259,13 +259,13 @@ class _Handler(BaseHTTPRequestHandler):
         except UserError as error:  # may name files of this machine
             print(f"error: {error}", file=sys.stderr)
             raise _Refused(
-                HTTPStatus.INTERNAL_SERVER_ERROR, "the class could not be learnt; the server's terminal tells why"
+                HTTPStatus.INTERNAL_SERVER_ERROR, "the class could not be learnt; see the server's terminal"
             ) from error
         self.server.pages[_ABOUT] = _about(self.server.models, self.server.limits)
         return found
 
-    def _is_left(self) -> bool:
-        """Return whether nobody waits for the answer any more."""
+    def _is_gone(self) -> bool:
+        """Return whether the client has disconnected, or the server stops."""
         if self.server.closing:
             return True
         ready, _, _ = select.select([self.connection], [], [], 0)
@@ -288,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.BAD_REQUEST, "the address cannot be read") from None
 
     def _checked(self) -> tuple[int, int, int]:
-        """Model, step and length of an upload, everything seen to before its body is read."""
+        """Return model, step and length of an upload. Check everything before its body is read."""
         target = self._target()
         if target.path != _PREDICT:
             raise _Refused(HTTPStatus.NOT_FOUND, f"images are sent to {_PREDICT} only")
@@ -324,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self, length: int) -> bytes:
         body = self.rfile.read(length)
         if len(body) < length:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "the image broke off; send it again")
+            raise _Refused(HTTPStatus.BAD_REQUEST, "the image is incomplete; send it again")
         return body
 
     def _predict(self, content: bytes, model: int, step: int) -> bytes:
@@ -341,7 +341,7 @@ class _Handler(BaseHTTPRequestHandler):
             except UserError as error:  # may name files of this machine
                 print(f"error: {error}", file=sys.stderr)
                 raise _Refused(
-                    HTTPStatus.INTERNAL_SERVER_ERROR, "this step cannot be used; the server's terminal tells why"
+                    HTTPStatus.INTERNAL_SERVER_ERROR, "this step cannot be used; see the server's terminal"
                 ) from error
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise _Refused(
@@ -351,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.predicting.release()
 
     def _answer(self, answer: Callable[[], None]) -> None:
-        """Checks the Host header first; whatever goes wrong becomes one line for the client."""
+        """Check the Host header, then answer. Every error becomes one line for the client."""
         try:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or not self.server.knows_host(hosts[0]):
@@ -361,14 +361,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(refusal.status, str(refusal), refusal.headers)
         except TimeoutError:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the image took too long; send it again")
-        except OSError:  # the client has gone
+        except OSError:  # the client has disconnected
             self.close_connection = True
         except Exception as error:
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its terminal tells why")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; see its terminal")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server says of a request that it cannot parse or whose method is unknown, in our form."""
+        """Refuse a request that http.server cannot parse or whose method is unknown, in our form."""
         allowed = {"Allow": "GET, HEAD, POST"} if code == HTTPStatus.NOT_IMPLEMENTED else {}
         status = HTTPStatus.METHOD_NOT_ALLOWED if allowed else HTTPStatus(code)
         self._refuse(status, status.phrase.lower(), allowed)
@@ -377,7 +377,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps({"error": message}, ensure_ascii=False).encode()
         with suppress(OSError):
             self._reply(status, "application/json; charset=utf-8", body, headers)
-            # A client that is still sending would meet a reset and never read the answer.
+            # A client that is still sending would get a reset and never read the answer.
             self.connection.shutdown(socket.SHUT_WR)
             self._incoming.allow(min(2.0, self.server.limits.read_seconds))
             while self.rfile.read1(1 << 16):  # type: ignore[attr-defined]
@@ -398,11 +398,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a person watches the page, not the terminal."""
+        """Log nothing: users look at the page, not at the terminal."""
 
 
 class _Incoming(io.RawIOBase):
-    """What a socket receives until a deadline for all of it; a plain timeout would begin anew with every byte."""
+    """The data that a socket receives before a deadline. A plain timeout would start again with every byte."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
@@ -423,7 +423,7 @@ class _Incoming(io.RawIOBase):
 
 
 def _pages(models: Models, limits: Limits) -> dict[str, tuple[str, bytes]]:
-    """Everything that can be got: address → content type and bytes. Made once, so no request opens a file."""
+    """Return all pages: address → content type and bytes. They are read once, so no request opens a file."""
     folder = resources.files(__package__) / "page"
     pages = {address: (kind, (folder / name).read_bytes()) for address, (name, kind) in _FILES.items()}
     samples = {f"/samples/{index}.png": ("image/png", png) for index, png in enumerate(models.samples)}
@@ -444,12 +444,12 @@ def _about(models: Models, limits: Limits) -> tuple[str, bytes]:
 
 
 def _model_and_step(target: SplitResult) -> tuple[int, int]:
-    """Return the numbers of an address, −1 where there is none."""
+    """Return the model and the step in an address; −1 if there is none."""
     wanted = parse_qs(target.query[:200])
     return _number(wanted.get("model")), _number(wanted.get("step"))
 
 
 def _number(values: list[str] | None) -> int:
-    """A whole number of a query, −1 where there is none."""
+    """Return the whole number in a query; −1 if there is none."""
     value = values[0] if values and len(values) == 1 else ""
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else -1

@@ -1,6 +1,6 @@
 """Teach a class in the page: its photographs become a small dataset in a temporary folder, and `incseg extend` adds it
-to a model in a process of its own. So predictions of the old model go on meanwhile, a failure or a deadline ends that
-process alone, and the caches of the user get nothing of the photographs."""
+to a model in a process of its own. So the old model can predict meanwhile, a failure or a deadline ends only that
+process, and the user's caches contain nothing of the photographs."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ from incseg.types import Increment, UserError
 
 MOST_PHOTOGRAPHS = 12
 LONGEST_SIDE = 2048
-"""Of a photograph as it is learnt from; larger ones are reduced."""
+"""Longest side of a photograph to learn from; larger ones are reduced."""
 LONGEST_NAME = 40
 ENOUGH_TO_HOLD_BACK = 3
-"""With so many marked photographs one in five is held back, to choose how readily the class is predicted: on other
-photographs the class is found much better so (docs/how-to/demo.md). With fewer, those that are learnt from choose."""
+"""With at least this number of marked photographs, one in five is held back to choose how readily the class is
+predicted. Then the class is found much better on other photographs (docs/how-to/demo.md). With fewer, the photographs
+to learn from are used to choose."""
 _HELD_BACK_OF = 5
 _LEAST_MARKED = 16
-"""Pixels of the class in all photographs together: fewer are a slip of the finger."""
+"""Fewest marked pixels in all photographs together; fewer are an accident."""
 _SHAPE_TOLERANCE = 0.02
-"""By which the ratio of the sides of a mask may differ from its photograph's: both were rounded to whole pixels."""
+"""Largest difference between the aspect ratios of a photograph and its mask: both were rounded to whole pixels."""
 _POLL_SECONDS = 0.1
 MASK_FORMATS = ("PNG",)
 PROGRAM = (sys.executable, "-m", "incseg")
 
 
 class LessonError(UserError):
-    """A lesson that cannot be taught, in a line for the person at the page."""
+    """A lesson that cannot be taught, with the reason in a line for the page."""
 
 
 class Interrupted(Exception):
-    """Whoever asked has gone, or the server stops."""
+    """The client has disconnected, or the server stops."""
 
 
 @dataclass
 class Lesson:
-    """A class and encoded photographs of it, each with a mask whose pixels are the class where they are not black."""
+    """A class and encoded photographs of it, each with a mask: black pixels are not the class, all others are."""
 
     model: int
     step: int
@@ -64,9 +65,9 @@ class Lesson:
 
     @staticmethod
     def read(content: bytes) -> Lesson:
-        """Read what the page sends: the length of a head (uint32), the head (JSON), all files one after the other.
+        """Read a lesson from the page: the length of a head (uint32), the head (JSON), all files one after the other.
 
-        The head has model, step, name, and in `photographs` the sizes in bytes of an image and of its mask each.
+        The head has model, step, name, and in `photographs` the sizes in bytes of each image and of its mask.
         """
         try:
             (length,) = struct.unpack_from("<I", content)
@@ -78,7 +79,7 @@ class Lesson:
         except (struct.error, ValueError, KeyError, TypeError, RecursionError):
             sound = False
         if not sound:
-            raise LessonError("what was sent cannot be read; load the page again")
+            raise LessonError("the lesson cannot be read; load the page again")
         if not 1 <= len(sizes) <= MOST_PHOTOGRAPHS:
             raise LessonError(f"there are {len(sizes)} photographs; give 1 to {MOST_PHOTOGRAPHS}")
         files, place = [], 4 + length
@@ -88,7 +89,7 @@ class Lesson:
         return Lesson(model, step, _checked_name(name), list(zip(files[::2], files[1::2], strict=True)))
 
     def require_new_to(self, increments: Sequence[Increment]) -> None:
-        """Refuse a name that the model knows, but for a class that was solved: it is improved by more photographs."""
+        """Refuse a name that the model knows, unless its class was solved: more photographs improve such a class."""
         for increment in increments:
             for known in increment.classes:
                 if folded(known) == folded(self.name) and not (increment.solved and known == self.name):
@@ -149,11 +150,11 @@ def _require_same_shape(number: int, image: tuple[int, int], mask: tuple[int, in
 def extend(
     file: Path, lesson: Lesson, root: Path, options: Sequence[str], seconds: float, stopped: Callable[[], bool]
 ) -> tuple[Path, dict[str, Any]]:
-    """Add the class of the dataset in `root` to a model, and return the file of the new one and what was found.
+    """Add the class of the dataset in `root` to a model, and return the file of the new model and its `summary`.
 
-    options: more of `incseg extend`.
-    seconds: after which it is given up.
-    stopped: asked now and then; once it is true, it is given up too.
+    options: further options of `incseg extend`.
+    seconds: time limit.
+    stopped: function that is called repeatedly; the process is ended once it returns true.
     """
     out, log = root / "run", root / "extend.log"
     command = [
@@ -186,8 +187,8 @@ def extend(
 
 
 def summary(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return what the page says of a class that was learnt: percent of the old classes' pixels that stayed, None where
-    there were none, and how well the class is found where it was marked."""
+    """Return the facts about a learnt class that the page shows: the percentage of old classes' pixels that are
+    unchanged (None if there are none), and how well the class is found where it was marked."""
     of_class = found["new"][name]
     return {
         "name": name,

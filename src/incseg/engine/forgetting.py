@@ -76,8 +76,9 @@ def compare_models(
     classes: for each old class, the pixels that the model before gives it outside new objects; the numbers of these
              that the model after gives the same class, a new one (by name) or another label; and both IoUs if the masks
              show the class.
-    new:     for each new class, the images and pixels with its label, the pixels predicted as it, and its IoU. If the
-             model `extended` knows the class, also the IoU of that model, as iou_before.
+    new:     for each new class, the images and pixels with its label, the pixels predicted as it, its IoU, and the old
+             class that it lies on: the one that the model before predicts on at least half of its pixels, if there is
+             one. If the model `extended` knows the class, also the IoU of that model, as iou_before.
     """
     (before, _), (after, _) = models
     names = _names(after)
@@ -179,11 +180,19 @@ class Counted:
                     "labelled": int(labelled[label]),
                     "predicted": int(self.confusions[1][:, label].sum()),
                     "iou": percent(shares[1], label) if labelled[label] else None,
+                    "lies_on": self._host(names, label),
                     **({"iou_before": before_of(label)} if names[label - 1] in known else {}),
                 }
                 for label in new
             },
         }
+
+    def _host(self, names: Sequence[str], label: int) -> str | None:
+        """Return the old class that the model before predicts on at least half of the pixels of a new label."""
+        predicted = self.confusions[0][label]
+        most = predicted[1 : self.num_old + 1].max(0) if self.num_old else None
+        is_host = most is not None and 0 < predicted.sum() <= 2 * most.values
+        return names[int(most.indices)] if most is not None and is_host else None
 
 
 def near_new_objects(labels: Tensor, num_old: int, margin: int) -> Tensor:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -142,6 +142,17 @@ class Runtime:
             "precision": str(self.precision).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+
+
+@contextlib.contextmanager
+def handling(handler: Any, *names: str) -> Iterator[None]:
+    """Handle signals, given by name, with this handler in the block. Windows does not have all of them."""
+    previous = {n: signal.signal(n, handler) for name in names if (n := getattr(signal, name, None))}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def available_cores() -> int:

@@ -20,6 +20,7 @@ from incseg.methods import METHODS
 from incseg.methods.base import CROSS_ENTROPY, Method
 from incseg.models.files import load_segmenter
 from incseg.models.segmenter import ModelConfig, Segmenter
+from incseg.settings import listed
 from incseg.types import BACKGROUND, UserError
 
 
@@ -105,12 +106,12 @@ class WarmStart:
     def network(self, config: ModelConfig, size: int = 0) -> Segmenter:
         """Return the model. `config` must be that of the model, except that it may freeze the backbone or not.
 
-        If `size` is a multiple of the size that the model was tested at, the model takes larger images, and the parts
-        that it has learnt already get them at their own size.
+        If `size` is a multiple of the model's test size, the model gets larger images. The parts that it has learnt
+        already still get them at their own size.
         """
         own = self.model.config
         for field in dataclasses.fields(ModelConfig):
-            given, saved = (_comparable(getattr(c, field.name)) for c in (config, own))
+            given, saved = (listed(getattr(c, field.name)) for c in (config, own))
             if given != saved and field.name not in ("weights", "freeze_backbone"):
                 raise UserError(
                     f"model.{field.name} is {given}, but the model '{self.file}' has {saved}; leave it out, because "
@@ -124,7 +125,7 @@ class WarmStart:
         return self.model
 
     def as_step(self, method: Method, method_name: str) -> SavedStep:
-        """Return step 0 for the trainer, with the state of its method if that lies beside the model."""
+        """Return step 0 for the trainer, with the state of its method if that file is beside the model."""
         own = (self.about.get("method") or {}).get("name") == method_name
         beside = self.file.with_name(STATE_FILE)
         state: dict[str, Tensor] = {}
@@ -133,7 +134,3 @@ class WarmStart:
         elif method.first_step not in (None, CROSS_ENTROPY) and type(method).state is not Method.state:
             log.info(f"note: the state of {method_name} ({STATE_FILE}) is not beside the model; it starts without it")
         return SavedStep(self.model, state, self.about, origin=str(self.file))
-
-
-def _comparable(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -1,18 +1,19 @@
 """Closed-form increments: the base trained as `evidential`, every later class solved by least squares in seconds.
 
 After the base step the network is frozen. Each position of its feature map, a cell, becomes a vector of random
-features, and two sums over all cells ever seen are saved with the model (models/closed_form.py). A new class is solved
-against these sums. So it meets every cell of the past as a negative, background included: what a step of one class
-lacks, whose images all show the class. No image is stored, nothing is tuned, and no old class is trained away.
+features. Two sums over all cells seen so far are saved with the model (models/closed_form.py), and new classes are
+solved against them. So every cell of earlier steps is a negative for a new class, background included. A one-class step
+has no such negatives, because all its images show the class. No image is stored, nothing is tuned, and no old class is
+changed by training.
 
-What is background in a later step may be an old object. There the model before decides, and its label is taken.
+Background of a later step may be an old object. Its label is the prediction of the previous model.
 
-It stays evidential. The scores become log-odds o_c of each class against background, evidence is e_c = N·exp(o_c), and
-u = N / (N + Σe) is the probability of background. Classes of the base mix the trained odds with the solved ones; a
-solved class stands as far above or below the best of them as the closed form alone says.
+The method stays evidential. The scores become log-odds o_c of each class against background, evidence is e_c =
+N·exp(o_c), and u = N / (N + Σe) is the probability of background. Classes of the base mix trained and solved odds. The
+distance of a solved class to the best of them is that of the closed form alone.
 
-Related: analytic class-incremental learning (ACIL), for segmentation CFSSeg (arXiv 2412.10834). Those have neither an
-evidential base, nor soft targets of cells, nor u.
+Related: analytic class-incremental learning (ACIL) and, for segmentation, CFSSeg (arXiv 2412.10834). They have no
+evidential base, no soft targets and no u.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from incseg.types import BACKGROUND, Batch, Increment, Output, Prediction, UserE
 log = logging.getLogger("incseg")
 
 _SAMPLED = 1024
-"""Images that give the mean and deviation of the inputs."""
+"""Number of images that mean and deviation of the inputs are computed from."""
 _MOST_CELLS_OF_BASE, _MOST_CELLS = 100_000, 40_000
-"""Cells of foreground, and of background, that a step counts at most, about. More are thinned evenly, and each weighs
-more: nothing is lost by it (docs/lab-log.md), and no step takes long."""
+"""About the most cells of foreground, and of background, that a step counts. More are thinned evenly, and each counts
+more. This costs no accuracy (docs/lab-log.md) and bounds the time of a step."""
 _SAMPLED_OF_FOLDER = 64
-"""The same where the backbone must see each image for it, and for how often the model finds its classes."""
+"""The same if the backbone must see each image; also the images from which the frequency of old classes is found."""
 _IMAGES_AT_ONCE = 16
 BOOSTS = (1.0, 4.0, 16.0)
-"""Factors of the weight of new classes' cells that are tried where held-back images may be looked at."""
+"""Factors of the weight of new classes' cells that are tried on held-back images."""
 
 
 class Analytic(Method):
@@ -65,22 +66,21 @@ class Analytic(Method):
         """Options of the closed form; the first five are those of the evidential base.
 
         Args:
-            rectifier: how a score of the base becomes evidence; exp_sigmoid is exp(z)·σ(z).
-            lambda_new: weight of the base's loss.
-            foreground_weight: weigh foreground and background pixels of the base by their inverse share of the batch.
-            max_weight: limit of that weight.
-            class_weight: exponent by which rare classes of the base are weighed up; 0 weighs all alike.
-            base: how step 0 is learnt: trained by SGD, or solved like the later ones, in one pass and without a trained
-                head, which is faster and not as good.
-            columns: random features of a cell; the sums grow with their square.
-            seed: of the random features.
+            rectifier: function from score to evidence in the base; exp_sigmoid is exp(z)·σ(z).
+            lambda_new: weight of the loss of the base.
+            foreground_weight: weight foreground and background pixels of the base by their inverse share of the batch.
+            max_weight: upper limit of that weight.
+            class_weight: exponent of the weight of rare classes of the base; 0 weights all classes equally.
+            base: learn step 0 by SGD (trained), or in closed form (solved), which is faster and less accurate.
+            columns: number of random features of a cell; the sums grow with its square.
+            seed: seed of the random features.
             embedding: weight of the trained head's embedding among the inputs of the random features.
-            power: exponent p; a cell of a class with n cells weighs n^(−p).
-            ridge: γ, how much the weights are held back, as a share of the mean diagonal of the sums.
-            sgd_share: how much the trained odds of the base classes count beside the solved ones, from 0 to 1.
-            shift: added to the log-odds of solved classes.
-            images: for a model without sums, a folder of any images that show its classes; they are taken from there.
-            sharpness: factor of all log-odds where they become probabilities; it changes no label.
+            power: exponent p; a cell of a class with n cells has the weight n^(−p).
+            ridge: γ, the regularisation, as a share of the mean diagonal of the sums.
+            sgd_share: share of the trained odds of the base classes in their mixture with the solved ones, from 0 to 1.
+            shift: number added to the log-odds of solved classes.
+            images: for a model without sums, a folder of any images that show its classes, to compute the sums from.
+            sharpness: factor of all log-odds before they become probabilities; it changes no label.
         """
 
         rectifier: Rectifier = "exp_sigmoid"
@@ -126,7 +126,7 @@ class Analytic(Method):
             )
         )
 
-    # The base: as evidential, to the last bit, so that both share one trained step.
+    # The base is that of evidential, to the last bit, so both share one trained step.
 
     def begin_step(self, context: StepContext) -> None:
         self._base.begin_step(context)
@@ -141,7 +141,7 @@ class Analytic(Method):
         self.complete(context)
 
     def complete(self, context: StepContext) -> bool:
-        """See that a step that was learnt by SGD has its sums."""
+        """Compute the sums of a step that was learnt by SGD, if it has none. Return whether they were computed."""
         form, design = context.model.closed_form, self._design()
         if form is not None and (form.design == design or any(i.solved for i in context.model.increments)):
             return False
@@ -149,20 +149,20 @@ class Analytic(Method):
             return False
         context.model.drop_closed_form()  # one of another design
         if self.config.images is not None:
-            log.info(f"taking the sums of the old classes from the images in {self.config.images}")
+            log.info(f"computing the sums of the old classes from the images in {self.config.images}")
             images = _of_folder(context.images, Path(self.config.images).expanduser())
             self._count(context, images, found=True)
         else:
             self._count(context, context.images, found=context.step.index > 0)
         return True
 
-    # Later steps: solved.
+    # Later steps are solved.
 
     def solve(self, context: StepContext) -> bool:
         """Add the step's classes to the model.
 
-        With `sgd_share` 1 nothing of the model changes: they get a solution of their own. Else all solved classes are
-        solved anew, together.
+        With `sgd_share` 1 they get a solution of their own, and nothing else of the model changes. Otherwise all solved
+        classes are solved again, together.
         """
         model, step = context.model, context.step
         if step.index == 0 and not self._base_is_solved:
@@ -171,13 +171,13 @@ class Analytic(Method):
         if not beside and any(increment.beside for increment in model.increments):
             raise UserError(
                 f"method.sgd_share is {self.config.sgd_share:g}, and this model has classes that were added beside "
-                "those before; go on with --method.sgd_share 1"
+                "earlier ones; continue with --method.sgd_share 1"
             )
         if model.closed_form is None and model.increments:
             log.info(
-                "note: the model has no sums of what it learnt from, so the new classes are solved against these "
-                "images alone and may be seen where they are not; incseg extend --images DIR takes the sums from a "
-                "folder of images that show the old classes"
+                "note: the model file has no sums of its training images, so the new classes are solved against these "
+                "images alone and may be predicted where they are not; incseg extend --images DIR computes the sums "
+                "from a folder of images that show the old classes"
             )
         self._count(context, context.images, found=True)
         form = model.closed_form
@@ -187,14 +187,14 @@ class Analytic(Method):
             form.sgd_share = self.config.sgd_share
         head = len(model.heads) + 1 if beside else list(model.heads).index(form) + 1
         model.grow(Increment(step.names, step.new, len(context.images), head, solved=True, beside=beside))
-        model.shift_newest(self.config.shift)
+        model.shift_newest([self.config.shift] * len(step.new))
         self._take(model, 1.0)
         if context.score_on_held_out is not None:
             self._tune(model, form, len(step.new), context.score_on_held_out)
         return True
 
-    def _tune(self, model: Segmenter, form: ClosedForm, num_new: int, score: Callable[[], HeldOutScore]) -> None:
-        """Try what the cells of the new classes should weigh, and how boldly they are predicted."""
+    def _tune(self, model: Segmenter, form: ClosedForm, num_new: int, score: Callable[..., HeldOutScore]) -> None:
+        """Choose the weight of the new classes' cells, and how readily they are predicted, on held-out images."""
         scores = []
         for boost in BOOSTS:
             self._take(model, boost)
@@ -202,16 +202,19 @@ class Analytic(Method):
         chosen = best([(one.iou, one.agreement) for one in scores], ALLOWED)
         self._take(model, BOOSTS[chosen])
         form.weights[-num_new:] *= BOOSTS[chosen]
-        model.shift_newest(scores[chosen].shift)
+        model.shift_newest(score(apart=True).shifts)
 
     def _take(self, model: Segmenter, boost: float) -> None:
-        """Solve with the cells of the step's own classes weighing `boost` times as much as their number says."""
+        """Solve with the weight of the cells of the step's own classes multiplied by `boost`."""
         sums = self._rest + self._own.times(boost)
         model.take_solution(sums, sums.solve(self.config.ridge))
 
     def predict(self, logits: Tensor, increments: Sequence[Increment]) -> Prediction:
-        """Return the decision of the classes that were learnt together. Those that were added beside them win where
-        their score, the distance to the best before, is above 0, the latest first."""
+        """Return the decision of the classes that were learnt together, and of those of extensions.
+
+        A class of an extension wins where its score, the distance to the best earlier class, is above 0; the latest
+        wins first.
+        """
         together = [increment for increment in increments if not increment.beside]
         sizes = [len(increment.classes) for increment in increments[len(together) :]]
         scores, *added = logits.split([logits.shape[1] - sum(sizes), *sizes], 1)
@@ -244,7 +247,7 @@ class Analytic(Method):
     # Sums.
 
     def _design(self) -> Design:
-        """Of the random features; a head that was never trained says nothing."""
+        """Return the design of the random features. They do not read the embedding of a head that was never trained."""
         return Design(self.config.columns, self.config.seed, 0.0 if self._base_is_solved else self.config.embedding)
 
     @property
@@ -253,7 +256,7 @@ class Analytic(Method):
 
     @torch.no_grad()
     def _count(self, context: StepContext, images: StepImages, found: bool) -> None:
-        """Add the cells of the images to the sums; with `found`, what is background is as the model finds it.
+        """Add the cells of the images to the sums. With `found`, background gets the label that the model predicts.
 
         The model must not have grown by the step's classes yet.
         """
@@ -270,7 +273,7 @@ class Analytic(Method):
         if images.label_counts is not None:
             pixels = images.label_counts().double()
         if found and model.increments and not form.counts.any():
-            shares = self._shares_found(model, images)  # no cell has told yet how frequent old classes are
+            shares = self._shares_found(model, images)  # no cell was counted: their frequency is unknown
             hidden = pixels[BACKGROUND] * shares
             pixels[BACKGROUND] = 0
             pixels += hidden
@@ -304,7 +307,7 @@ class Analytic(Method):
         form.take(self._rest + self._own)
 
     def _shares_found(self, model: Segmenter, images: StepImages) -> Tensor:
-        """(256,) the share of each label among what the model finds in the background of some images."""
+        """Return (256,) the share of each label in what the model predicts on the background of some images."""
         counts = torch.zeros(256, dtype=torch.float64)
         for batch in images.batches(range(0, len(images), max(1, len(images) // _SAMPLED_OF_FOLDER))):
             logits = model(batch.inputs).logits
@@ -314,7 +317,7 @@ class Analytic(Method):
         return counts / counts.sum().clamp(min=1)
 
     def _weigh(self, form: ClosedForm, pixels: Tensor, cells: int) -> None:
-        """Set what a cell of each label weighs, for labels that have none yet; it stays so from now on."""
+        """Set the weight of a cell of each label that has none yet. It does not change afterwards."""
         counts = pixels[: form.num_labels].to(form.counts) * (cells / max(float(pixels.sum()), 1.0))
         fresh = form.counts == 0
         form.weights[fresh] = label_weights(counts, self.config.power).to(form.weights)[fresh]
@@ -322,7 +325,7 @@ class Analytic(Method):
     def _decided(
         self, model: Segmenter, batch: Batch, embedding: Tensor, cells: Tensor, chosen: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """(n,) what the model says of the chosen cells."""
+        """Return (n,) the labels that the model predicts for the chosen cells."""
         logits = model.cell_logits(_rows(embedding)[chosen], cells)
         if logits is None:
             logits = _rows(resized(model(batch.inputs).logits, size))[chosen]
@@ -339,7 +342,7 @@ def _standardise(model: Segmenter, form: ClosedForm, batches: Iterable[Batch]) -
 
 
 def _of_folder(images: StepImages, folder: Path) -> StepImages:
-    """Any images of a folder, without labels."""
+    """Return the images of a folder, without labels."""
     files, as_inputs = image_files(folder), images.inputs
     assert as_inputs is not None
 
@@ -353,7 +356,7 @@ def _of_folder(images: StepImages, folder: Path) -> StepImages:
 
 
 def _over_all(sums: Sums, context: StepContext) -> Sums:
-    """The sums over all processes of the run."""
+    """Return the sums over all processes of the run."""
     return Sums(*(context.processes.sum(part) for part in (sums.gram, sums.cross, sums.counts)))
 
 
@@ -363,16 +366,16 @@ def _rows(maps: Tensor) -> Tensor:
 
 
 def _thinning(pixels: Tensor, cells: int, most: int) -> tuple[int, int]:
-    """Of how many cells of background, and of foreground, one is counted."""
+    """Return (k, m): every k-th cell of background and every m-th of foreground is counted."""
     share = float(pixels[BACKGROUND] / pixels.sum()) if pixels.any() else 1.0
     return max(1, math.ceil(cells * share / most)), max(1, math.ceil(cells * (1 - share) / most))
 
 
 def _thinned(targets: Tensor, labelled: Tensor, images: Tensor, every: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Which of (n, L) cells are counted, and how many each of them stands for.
+    """Return which of (n, L) cells are counted, and how many cells each of them stands for.
 
-    images: the numbers of the images that the cells are of, so that it does not matter who counts them.
-    every:  of how many cells of background, and of foreground, one is counted.
+    images: numbers of the images of the cells, so that the result does not depend on the process that counts them.
+    every:  every k-th cell of background and every m-th of foreground is counted.
     """
     per_image = len(targets) // len(images)
     place = (images.unsqueeze(1) * per_image + torch.arange(per_image, device=images.device)).flatten()

@@ -73,13 +73,13 @@ class HeldOutScore:
     """The result of a model on held-out images.
 
     iou:       mean IoU of the new classes.
-    agreement: percent of the old classes' pixels whose label is unchanged; lower where one of them loses too many.
-    shift:     number to add to the scores of the new classes for this result.
+    agreement: percent of the old classes' pixels whose label is unchanged, as the rule counts it (metrics.unchanged).
+    shifts:    numbers to add to the scores of the new classes for this result, one for each class.
     """
 
     iou: float
     agreement: float
-    shift: float
+    shifts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class StepContext:
 
     model:             the network, already grown for the step (not in `solve`); `begin_step` may change its parameters.
     teacher:           the frozen model of the previous step; None in step 0.
-    score_on_held_out: function that tests the current model on held-out images; None if the run may not use them.
+    score_on_held_out: function that tests the current model on held-out images; None if the run may not use them. With
+                       apart=True it finds a shift for each new class instead of one for all.
     """
 
     step: Step
@@ -96,7 +97,7 @@ class StepContext:
     teacher: Segmenter | None
     images: StepImages
     processes: Processes = field(default_factory=Alone)
-    score_on_held_out: Callable[[], HeldOutScore] | None = None
+    score_on_held_out: Callable[..., HeldOutScore] | None = None
 
 
 Average = Callable[[Callable[[Batch, Output, Output | None], Tensor]], Tensor]

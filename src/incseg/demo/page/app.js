@@ -1,5 +1,5 @@
-// The demo's page. An image goes to the server once for each model; sliding, toggling and hovering work on the planes
-// that come back, so they need no round trip.
+// The demo's page. An image is sent to the server once for each model. Sliders, check boxes and the pointer work on the
+// planes in the answer, without another request.
 
 import {addPhotos, closeTeaching, isTeaching, listenForTeaching, openTeaching} from "/teach.js";
 
@@ -12,18 +12,18 @@ const find = (selector, root = document) => root.querySelector(selector);
 
 const state = {
   image: null, // {blob, name}
-  opened: 0, // how often an image was asked for: only the latest is shown
+  opened: 0, // number of images requested so far: only the latest is shown
   own: true,
   threshold: 0.5,
   opacity: 0.55,
   off: new Set(), // names of classes
-  chosen: null, // name of the class whose probability is shown, once a person has chosen one
+  chosen: null, // name of the class whose probability is shown, once the user has chosen one
   at: null, // {x, y}, shares of width and height
 };
 let about;
 let viridis; // Uint32Array of 256 pixels
 let cards = [];
-const touch = matchMedia("(pointer: coarse)"); // wording alone depends on it
+const touch = matchMedia("(pointer: coarse)"); // only texts depend on it
 
 const pixel = (red, green, blue) => (255 << 24 | blue << 16 | green << 8 | red) >>> 0;
 const css = (colour) => `rgb(${colour.join(" ")})`;
@@ -106,7 +106,7 @@ const megabytes = (bytes) => (bytes / 2 ** 20).toFixed(bytes < 10 * 2 ** 20 ? 1 
 
 // ---------- decisions
 
-/** The label of each pixel as it is shown, and how many pixels each label has. */
+/** Return the shown label of each pixel, and the number of pixels of each label. */
 function decide(result) {
   const {labels, strongest, u, size, classes} = result;
   const shown = Uint8Array.from(classes, (name, label) => (state.off.has(name) ? 0 : label));
@@ -121,7 +121,7 @@ function decide(result) {
   return {mask, counts};
 }
 
-/** Every class that a model in view knows, background first: name → colour. The first model to know one colours it. */
+/** Return all classes of the models in view, background first: name → colour, that of the first model with the class. */
 function knownClasses() {
   const known = new Map();
   for (const {result} of cards) {
@@ -130,7 +130,7 @@ function knownClasses() {
   return known;
 }
 
-/** How many pixels of the images each class has, by the methods' own decisions. */
+/** Return the largest share of the image that each class has in any model, by the methods' own decisions. */
 function foundPixels() {
   const found = new Map();
   for (const {result} of cards) {
@@ -173,7 +173,7 @@ function paint(context, result, colourAt) {
   context.putImageData(picture, 0, 0);
 }
 
-/** Whether a pixel borders on one with another value. */
+/** Return whether a pixel is beside one with another value. */
 function isEdge(values, i, width, size) {
   const value = values[i];
   const column = i % width;
@@ -214,7 +214,7 @@ function renderMask(card, colours) {
   );
 }
 
-/** Where the names go: for each large region, a wide run of its pixels near its middle row. */
+/** Return the places of names: for each large region, a wide run of its pixels near its middle row. */
 function placesOfNames(mask, {width, height, size}) {
   const places = regions(mask, width, height).filter((runs) => area(runs) > NAMED_SHARE * size);
   places.sort((one, other) => area(other) - area(one));
@@ -229,7 +229,7 @@ function placesOfNames(mask, {width, height, size}) {
 
 const area = (runs) => runs.reduce((sum, run) => sum + run.length, 0);
 
-/** Connected areas of one label, background left out, each as its horizontal runs. */
+/** Return the connected areas of each label but background, each as a list of horizontal runs. */
 function regions(mask, width, height) {
   let above = [];
   const all = new Set();
@@ -254,7 +254,7 @@ function regions(mask, width, height) {
   return [...all].map((region) => region.runs);
 }
 
-/** Make two runs' regions one; the smaller moves. */
+/** Join the regions of two runs: add the smaller one to the larger one. */
 function join(one, other, all) {
   if (one.region === other.region) return;
   const [small, large] = [one.region, other.region].sort((a, b) => a.runs.length - b.runs.length);
@@ -400,7 +400,7 @@ function moveByKey(event, card) {
   schedulePixel();
 }
 
-/** A click shows the probability of what is under the pointer. */
+/** Show the probability of the class that was clicked. */
 function choosePixel(card) {
   const {result} = card;
   if (!result || !state.at) return;
@@ -418,7 +418,7 @@ function percent(share) {
 
 function renderClasses(colours) {
   const list = find("#classes");
-  // Those in the image first, the largest of them on top, by the methods' own decision: so the order stays while sliding.
+  // Classes in the image first, largest on top, by the methods' own decision: so the order does not change while sliding.
   const found = foundPixels();
   const names = [...colours.keys()].slice(1).sort((one, other) => (found.get(other) ?? 0) - (found.get(one) ?? 0));
   const number = names.filter((name) => found.has(name)).length;
@@ -458,7 +458,7 @@ function renderClasses(colours) {
   }
 }
 
-// ---------- all of it, at most once a frame
+// ---------- everything, at most once a frame
 
 function renderAll() {
   for (const card of cards) {
@@ -496,7 +496,7 @@ const schedulePixel = onceAFrame(renderPixel);
 
 // ---------- the mask as a file
 
-/** The mask as shown, at the image's own size: an indexed PNG whose pixels are the dataset's class ids. */
+/** Return the shown mask at the image's own size: an indexed PNG whose pixels are the dataset's class ids. */
 async function maskFile({result, decided}) {
   const [width, height] = result.image_size;
   const rows = new Uint8Array((width + 1) * height); // each row begins with its filter, 0 for none
@@ -559,7 +559,7 @@ const stepLabel = ({step, new: added, taught}) => {
   return `${step}: ${step ? "+ " : ""}${names}${taught ? " (taught here)" : ""}`;
 };
 
-/** The steps of a card's model in its selector, one of them chosen. */
+/** Fill the selector of a card with the steps of its model, and choose one. */
 function offerSteps(card, chosen) {
   const select = find(".step select", card.element);
   const {steps} = about.models[card.index];
@@ -569,7 +569,7 @@ function offerSteps(card, chosen) {
   showStep(card);
 }
 
-/** What can be done with the chosen step: go on from it, be taught, be saved. */
+/** Show what the chosen step allows: the steps before and after, teaching, saving. */
 function showStep(card) {
   const {element} = card, select = find(".step select", element);
   const {taught, cannot_learn: cannot} = about.models[card.index].steps[select.selectedIndex];
@@ -607,7 +607,7 @@ function teachCard(card) {
   openTeaching({index: card.index, name, steps: labelled}, stepOf(card), state.image);
 }
 
-/** A class was taught: choose the new step, show what it does to the image in view, and offer to save it. */
+/** After a lesson, choose the new step, show its prediction of the image in view, and offer to save it. */
 async function learnt(lesson, photograph) {
   about.models = (await (await fetch("/about.json")).json()).models;
   const card = cards[lesson.model];
@@ -678,7 +678,7 @@ function buildSample(address, index) {
   button.addEventListener("click", async () => {
     const mine = ++state.opened;
     const sample = await (await fetch(address)).blob();
-    if (mine !== state.opened) return; // a person was faster than the sample
+    if (mine !== state.opened) return; // the user has chosen another image meanwhile
     open(sample, `sample${index + 1}.png`);
     pressSample(button);
   });

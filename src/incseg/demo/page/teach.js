@@ -1,5 +1,5 @@
-// The view in which a person teaches a class: photographs, a mask drawn or loaded for each, a name. All of it goes to
-// the server at once; masks are kept as a list of what was done, so that every stroke can be undone.
+// The view to teach a class: photographs, a mask drawn or loaded for each, a name. All of it is sent to the server in
+// one request. A mask is stored as the list of its strokes, so every stroke can be undone.
 
 const LONGEST_MASK = 1024; // longer side of a mask in pixels
 const SMALL_FILE = 4 << 20; // a larger photograph is reduced before it is sent
@@ -10,7 +10,7 @@ const LASSO = 12; // pixels of the screen that a finger moves before an outline 
 const find = (selector, root = document) => root.querySelector(selector);
 const view = () => find("#teach");
 
-let limits; // what the server takes
+let limits; // the limits of the server
 let model = null; // {index, name, steps} of the card that is taught
 let photos = []; // {blob, name, bitmap, width, height, done, thumb}
 let at = -1;
@@ -55,7 +55,7 @@ function removePhoto(index) {
   render();
 }
 
-/** The photograph as it is sent: itself, or reduced to what the server would use of it. */
+/** Return the photograph to send: the file itself, or one reduced to the size that the server uses. */
 async function asSent({blob, bitmap}, types) {
   const shrink = limits.side / Math.max(bitmap.width, bitmap.height);
   if (shrink >= 1 && blob.size <= SMALL_FILE && types.includes(blob.type)) return blob;
@@ -67,7 +67,7 @@ async function asSent({blob, bitmap}, types) {
 
 // ---------- masks
 
-/** Draw one thing that was done: a line of the brush or the eraser, a filled outline, a mask from a file. */
+/** Draw one edit: a line of the brush or the eraser, a filled outline, or a mask from a file. */
 function draw(context, {kind, points, width, mask}) {
   context.globalCompositeOperation = kind === "erase" ? "destination-out" : "source-over";
   context.fillStyle = context.strokeStyle = COLOUR;
@@ -92,7 +92,7 @@ function drawMask(photo, context) {
   for (const one of photo.done.slice(cleared + 1)) draw(context, one);
 }
 
-/** The small picture of a photograph with its mask; counts what is marked. */
+/** Draw the thumbnail of a photograph with its mask, and count the marked pixels. */
 function drawThumb(photo) {
   const context = photo.thumb.getContext("2d");
   drawMask(photo, context);
@@ -101,7 +101,7 @@ function drawThumb(photo) {
   context.drawImage(photo.bitmap, 0, 0, photo.width, photo.height);
 }
 
-/** Black and white pixels of a mask, and whether any of them is marked. */
+/** Return the black and white pixels of a mask, and whether any of them is marked. */
 function pixelsOf(photo) {
   const context = newCanvas(photo.width, photo.height).getContext("2d", {willReadFrequently: true});
   drawMask(photo, context);
@@ -156,13 +156,13 @@ const tool = () => find("[name='tool']:checked", view()).value;
 const board = () => find(".ink", view());
 const brushWidth = () => Number(find("#brush").value) / 100 * Math.min(photos[at].width, photos[at].height);
 
-/** Where an event is, in pixels of the mask. */
+/** Return the place of an event in pixels of the mask. */
 function place(event) {
   const box = board().getBoundingClientRect(), {width, height} = photos[at];
   return {x: (event.clientX - box.left) / box.width * width, y: (event.clientY - box.top) / box.height * height};
 }
 
-/** How far apart two places are, in pixels of the screen. */
+/** Return the distance of two places in pixels of the screen. */
 function apart(one, other) {
   return Math.hypot(one.x - other.x, one.y - other.y) * board().getBoundingClientRect().width / photos[at].width;
 }
@@ -207,7 +207,7 @@ function release() {
   const {kind, points} = stroke;
   if (kind === "lasso") {
     stroke = null;
-    if (points.length > 8) closeOutline(); // drawn around in one go
+    if (points.length > 8) closeOutline(); // drawn in one stroke
     else render();
     return;
   }
@@ -216,7 +216,7 @@ function release() {
   render();
 }
 
-/** A second finger came: the first was not drawing. */
+/** Cancel the stroke: a second finger shows that the first was not drawing. */
 function giveUp() {
   if (stroke?.kind === "lasso") outline = outline.slice(0, -stroke.points.length);
   stroke = null;
@@ -236,12 +236,12 @@ function undo() {
   render();
 }
 
-/** The open outline, and the size of the brush under a mouse. */
+/** Draw the open outline, and the size of the brush under the pointer. */
 function drawGuide(pointer = null) {
   const photo = photos[at], canvas = find(".guide", view()), context = canvas.getContext("2d");
   context.clearRect(0, 0, canvas.width, canvas.height);
   const unit = photo.width / (board().getBoundingClientRect().width || photo.width);
-  const both = (path) => { // seen on any ground
+  const both = (path) => { // visible on any background
     for (const [colour, width] of [["#000", 4], ["#fff", 2]]) {
       Object.assign(context, {strokeStyle: colour, lineWidth: width * unit, lineJoin: "round"});
       context.stroke(path);
@@ -304,8 +304,8 @@ function hint(photo) {
   if (!photo) return "";
   if (tool() === "outline") {
     return outline
-      ? "Go on, corner by corner. The round mark closes the outline."
-      : "Draw around the object in one go, or set corner after corner.";
+      ? "Set the next corner. The round mark closes the outline."
+      : "Draw around the object in one stroke, or set corner after corner.";
   }
   return tool() === "erase" ? "Wipe over what does not belong to the class." : "Paint over every object of the class in this photograph.";
 }
@@ -384,7 +384,7 @@ async function teach(types) {
     const length = new DataView(new ArrayBuffer(4));
     length.setUint32(0, head.length, true);
     const body = new Blob([length.buffer, head, ...files]);
-    if (body.size > limits.bytes) throw new Error("the photographs are too large together; give fewer");
+    if (body.size > limits.bytes) throw new Error("the photographs are too large in total; give fewer");
     const response = await fetch("/teach", {
       method: "POST", body, headers: {"Content-Type": "application/octet-stream"}, signal,
     });
@@ -392,7 +392,7 @@ async function teach(types) {
     if (!response.ok) throw new Error(answer.error ?? `the server answered ${response.status}`);
     await onDone(answer, {blob: files[2 * at], name: photos[at].name});
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped. The model is as it was.");
+    if (error.name === "AbortError") say("Stopped. The model has not changed.");
     else if (error instanceof TypeError) say("The server does not answer; is it still running?");
     else say(`${error.message[0].toUpperCase()}${error.message.slice(1)}.`);
   } finally {
