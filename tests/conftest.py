@@ -24,7 +24,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The data folder beside the project, which only its developers have."""
+    """Return the data folder beside the project, which only its developers have."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"no {folder.parent.name}/data beside the project: the real VOC and presence lists are not here")

@@ -1,4 +1,4 @@
-"""Run folders without a run: everything a finished one has but the models, with figures of one's choice."""
+"""Run folders without a run: all files of a finished one but the models, with chosen figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_PRESETS = {"voc": "voc-laptop", "ade20k": "paper-ade", "shapes": "shapes
 
 
 def script(name: str) -> ModuleType:
-    """A file of tools/ as a module."""
+    """Return a file of tools/ as a module."""
     spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / f"tools/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -78,7 +78,7 @@ def write_run(
     steps_done: int | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Path:
-    """`settings` under dotted names, {"method.balancing": "none"}; `steps_done` leaves the run unfinished."""
+    """Write a run. `settings` have dotted names, {"method.balancing": "none"}; with `steps_done` it is unfinished."""
     config = {"preset": preset or DEFAULT_PRESETS[dataset], "method": {"name": method}, "data": {"name": dataset}}
     try:
         config = usual_settings(config)

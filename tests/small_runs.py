@@ -1,4 +1,4 @@
-"""Runs of a second or two for the engine's tests, methods that fail on demand, and how to compare run folders."""
+"""Runs of a second or two for the engine's tests, methods that fail on demand, and the comparison of run folders."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ TRUST = {TRUSTED: "small_runs:Held,small_runs:Remembering,small_runs:Exploding,s
 
 
 def small_config(out: Path, **changes: Any) -> RunConfig:
-    """Three steps of shapes, 6-2, in about a second; `train={"workers": 2}` changes a part."""
+    """Return the configuration of three steps of shapes, 6-2, which take about a second. Groups such as
+    `train={"workers": 2}` change some settings."""
     config = RunConfig(
         task="6-2",
         seed=3,
@@ -62,19 +63,19 @@ def small_config(out: Path, **changes: Any) -> RunConfig:
 
 
 def write_config(config: RunConfig, path: Path) -> str:
-    """As a file for --config."""
+    """Write a configuration to a file for --config, and return the file."""
     path.write_text(yaml.safe_dump(config.as_dict()))
     return str(path)
 
 
 def noise(class_name: str, count: int, seed: int) -> list[Image.Image]:
-    """Photographs for methods that replay: `generator="small_runs:noise"`."""
+    """Return photographs for methods with replay: `generator="small_runs:noise"`."""
     generator = np.random.default_rng(seed)
     return [Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)) for _ in range(count)]
 
 
 def train_in_two_processes(*configs: RunConfig) -> None:
-    """The runs one after the other by the same two processes, forked from one that imports torch for both."""
+    """Train the runs one after the other in the same two processes, forked from one that imports torch for both."""
     folder = Path(configs[0].out).parent
     files = [write_config(config, folder / f"{config.folder.name}.yaml") for config in configs]
     script = "import sys, small_runs; small_runs._fork_two(*sys.argv[1:])"
@@ -108,26 +109,26 @@ def _one_of_two(rank: int, meeting: str, *files: str) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[io.StringIO]:
-    """What a screen shows of what is done inside."""
+    """Yield the output of a screen that shows the block."""
     shown = io.StringIO()
     with showing(Screen(Console(file=shown, width=2000))):
         yield shown
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows, but for the seconds, which no two runs share."""
+    """Return the rows without the seconds, which differ between runs."""
     return [{key: value for key, value in row.items() if key != "seconds"} for row in RunDir(folder).rows()]
 
 
 def reevaluated_row(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """The row that evaluating a saved step gives, with what only training knows added."""
+    """Return the row of a saved step that is evaluated again, with the values that only training knows."""
     row = evaluate(folder, step)
     trained = rows_of(folder)[row["index"]]
     return {**row, **{key: trained[key] for key in ("losses", "gradient", "reused_from")}}
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Rows, counts and every tensor of every step, bit for bit."""
+    """Assert that rows, counts and all tensors of all steps are bit-identical."""
     assert rows_of(one) == rows_of(other)
     assert RunDir(one).steps_done() == RunDir(other).steps_done() != []
     for step in RunDir(one).steps_done():
@@ -145,7 +146,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 class Interrupting(Screen):
-    """Ctrl-C the moment that something has been shown `after` times: `with showing(Interrupting("step 0/2", 3))`."""
+    """A screen that raises Ctrl-C when something has been shown `after` times: `with showing(Interrupting("step 0/2",
+    3))`."""
 
     def __init__(self, what: str, after: int = 1) -> None:
         super().__init__(Console(file=io.StringIO()))
@@ -170,7 +172,7 @@ class Interrupting(Screen):
 
 
 class _Wrapped(Method):
-    """Fine-tuning with something done to its losses; it counts the updates of a step in its state."""
+    """Fine-tuning with a change of its losses. It counts the updates of a step in its state."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -196,7 +198,7 @@ class _Wrapped(Method):
 
 
 class Exploding(_Wrapped):
-    """Its loss (or only the gradient of it) is not finite at iteration 2 of step 1."""
+    """A method whose loss, or only its gradient, is not finite at iteration 2 of step 1."""
 
     @dataclasses.dataclass
     class Config:
@@ -211,7 +213,8 @@ class Exploding(_Wrapped):
 
 
 class Held(_Wrapped):
-    """Waits in iteration 1 of step 1 as long as the file that the environment names is there; dropout draws."""
+    """A method that waits in iteration 1 of step 1 until the file named by the environment is deleted. Dropout draws
+    numbers."""
 
     def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
         hold = os.environ.get("INCSEG_TEST_HOLD")
@@ -224,7 +227,8 @@ class Held(_Wrapped):
 
 
 class Remembering(_Wrapped):
-    """Predicts by what it learnt in `end_step`: background everywhere but where its own state says so."""
+    """A method whose prediction depends on its state from `end_step`: background except where the state says
+    otherwise."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)

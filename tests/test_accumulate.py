@@ -1,6 +1,7 @@
-"""Micro-batches give the update of the whole batch: every method, uneven parts, two processes; and norms that allow it.
+"""Micro-batches give the update of the whole batch: every method, unequal parts, two processes; and the norms that
+allow it.
 
-Updates are those of the trainer, in float64, so that what is equal in theory is equal to eight digits.
+Updates are those of the trainer in float64, so values that are equal in theory agree to eight digits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from incseg.types import IGNORE, Batch, DatasetInfo, Increment, UserError
 
 CASES: dict[str, dict[str, Any]] = {name: {"name": name} for name in METHODS} | {
     "evidential-combined": {"name": "evidential", "foreground_weight": True, "pseudo_labels": 0.9, "pod": 0.01},
-    "sdr-mib": {"name": "sdr", "output": "mib"},
+    "sdr-kd": {"name": "sdr", "output": "kd"},
     "mib-bias": {"name": "mib", "background": "bias"},
     "recall-replay": {"name": "recall", "generator": "small_runs:noise", "replay_images": 5, "helper_epochs": 1},
 }
@@ -46,7 +47,7 @@ def as_inputs(images: Any) -> Tensor:
 
 
 def drawn(labels: list[int], seed: int) -> tuple[Tensor, Tensor]:
-    """Images with blocks of labels; some image is all void, and parts differ in what they show."""
+    """Return images with blocks of labels. One image is all void, and parts differ in what they show."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.tensor(labels, dtype=torch.uint8)[torch.randint(len(labels), (IMAGES, 4, 4), generator=generator)]
     blocks[0] = IGNORE
@@ -55,7 +56,7 @@ def drawn(labels: list[int], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def learnt(method: dict[str, Any], parts: int, runtime: Runtime, norm: Any = "group") -> dict[str, Tensor]:
-    """Parameters, buffers and the method's state after an update in step 0 and two in step 1."""
+    """Return parameters, buffers and the method's state after an update in step 0 and two in step 1."""
     torch.manual_seed(0)
     learner = build_method(method)
     config = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1), norm=norm)
@@ -104,7 +105,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, dict[str, Tensor]]:
-    """What one process learns from whole batches."""
+    """Return the values that one process learns from whole batches."""
     return {case: learnt(method, 1, Runtime("cpu")) for case, method in CASES.items()}
 
 
@@ -115,7 +116,7 @@ def test_micro_batches_learn_what_the_batch_does(case: str, whole: dict[str, dic
 
 
 def process(rank: int, folder: str) -> None:
-    """One of two that learn all cases together; rank 0 writes what was learnt."""
+    """Run one of two processes that learn all cases together. Rank 0 writes the result."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -128,7 +129,8 @@ def process(rank: int, folder: str) -> None:
 
 
 def test_two_processes_of_two_micro_batches(tmp_path: Path, whole: dict[str, dict[str, Tensor]]) -> None:
-    """Processes of 4 and 3 images, cut into 2, 2 and 2, 1; only the last micro-batch talks to the other process."""
+    """Processes have 4 and 3 images, divided into 2, 2 and 2, 1. Only the last micro-batch synchronises with the other
+    process."""
     fork = f"import test_accumulate as t; t.torch.multiprocessing.start_processes(t.process, ({str(tmp_path)!r},), 2, "
     done = subprocess.run(
         [sys.executable, "-c", f"{fork} start_method='fork')"],
@@ -161,7 +163,7 @@ def test_gradients_are_sent_once_in_an_update() -> None:
 
 
 def test_a_whole_run_by_micro_batches(tmp_path: Path) -> None:
-    """From the flag to the row: three steps, and a replayed batch, whose size the flag does not change."""
+    """Train three steps with the flag and replay. The flag does not change the size of the replayed batch."""
     for name, parts in (("whole", None), ("parts", 3)):
         settings = {"epochs": 1, "accumulate": parts}
         train(small_config(tmp_path / name, model={"norm": "frozen-group"}, train=settings))
@@ -172,7 +174,7 @@ def test_a_whole_run_by_micro_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("norm", "same"), [("frozen-group", True), ("batch", False)])
 def test_norms(norm: str, same: bool) -> None:
-    """Batch norm sees micro-batches, and so learns something else; the others do not."""
+    """Batch norm depends on the micro-batches, so the result differs; with the other norms it is equal."""
     one, other = (learnt({"name": "finetune"}, parts, Runtime("cpu"), norm) for parts in (1, 2))
     close = [torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-9) for name in one]
     assert all(close) is same

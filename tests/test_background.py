@@ -1,4 +1,5 @@
-"""Background as a union (MiB): loops over pixels, the limits where it is an ordinary class, and the start from it."""
+"""Background as a union (MiB): loops over pixels, the limits where it is an ordinary class, and the initialisation from
+it."""
 
 from __future__ import annotations
 
@@ -26,22 +27,22 @@ NUM_OLD, NUM_NEW = 3, 2  # background, two old classes; two new ones
 
 
 def background_cross_entropy(logits: Tensor, labels: Tensor, num_old: int) -> Tensor:
-    """The mean over the pixels that are not ignored."""
+    """Return the mean over the pixels that are not ignored."""
     return background_cross_entropy_sum(logits, labels, num_old) / (labels != IGNORE).sum().clamp(min=1)
 
 
 def background_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The mean over all pixels."""
+    """Return the mean over all pixels."""
     return background_distillation_sum(logits, teacher) / teacher[:, 0].numel()
 
 
 def output_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The mean over all pixels."""
+    """Return the mean over all pixels."""
     return output_distillation_sum(logits, teacher) / teacher[:, 0].numel()
 
 
 def example(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels of every kind (also old foreground) and the teacher's logits."""
+    """Return logits, labels of every kind (also old foreground) and the teacher's logits."""
     generator = torch.Generator().manual_seed(len(shape))
     shape = shape or (2, 3, 4)
     batch, *rest = shape
@@ -53,7 +54,7 @@ def example(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pixels(logits: Tensor) -> list[list[float]]:
-    """The scores of one pixel after the other."""
+    """Yield the scores of one pixel after the other."""
     return logits.movedim(1, -1).flatten(0, -2).tolist()
 
 
@@ -101,7 +102,7 @@ def test_distillation_is_the_loop(shape: tuple[int, ...]) -> None:
 
 
 def test_cross_entropy_where_only_background_is_old() -> None:
-    """The very same numbers and gradients, so that a base trained by either serves both."""
+    """Values and gradients are bit-identical, so a base trained with either loss serves both."""
     logits, labels, _ = example()
     results = []
     for loss in (background_cross_entropy_sum(logits.requires_grad_(), labels, 1), cross_entropy_sum(logits, labels)):
@@ -114,14 +115,14 @@ def test_cross_entropy_where_only_background_is_old() -> None:
 
 
 def test_cross_entropy_where_everything_is_old() -> None:
-    """Then a background pixel says nothing."""
+    """A background pixel then has no effect."""
     logits, labels, _ = example()
     nothing = background_cross_entropy(logits, torch.zeros_like(labels), NUM_OLD + NUM_NEW)
     assert float(nothing) == pytest.approx(0, abs=1e-12)
 
 
 def test_an_old_foreground_label_is_scored_by_its_own_class() -> None:
-    """Neither as background nor as nothing: cross-entropy, whatever is old."""
+    """It counts neither as background nor as ignored: cross-entropy, whichever classes are old."""
     logits, labels, _ = example()
     old = torch.full_like(labels, 2)
     torch.testing.assert_close(background_cross_entropy(logits, old, NUM_OLD), F.cross_entropy(logits, old.long()))
@@ -140,7 +141,7 @@ def test_more_old_outputs_than_there_are(num_old: int) -> None:
         background_cross_entropy(logits, labels, num_old)
 
 
-def test_void_alone_costs_nothing() -> None:
+def test_void_alone_has_loss_zero() -> None:
     logits, labels, _ = example()
     loss = background_cross_entropy(logits.requires_grad_(), torch.full_like(labels, IGNORE), NUM_OLD)
     assert float(loss.detach()) == 0
@@ -209,7 +210,7 @@ def test_far_scores_stay_finite() -> None:
 
 
 def test_strips_make_the_mean() -> None:
-    """The sums, strip by strip at the labels' resolution, are the means on the upsampled logits."""
+    """The sums, strip by strip at the labels' resolution, equal the means over the upsampled logits."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2, NUM_OLD + NUM_NEW, 3, 3, dtype=torch.float64, generator=generator)
     teacher = torch.randn(2, NUM_OLD, 3, 3, dtype=torch.float64, generator=generator)
@@ -233,7 +234,7 @@ def test_strips_make_the_mean() -> None:
 
 
 def grown_model(num_new: int) -> tuple[Segmenter, Tensor, Tensor]:
-    """A model of two classes that has just grown, and what it said of an image before and after the start."""
+    """Return a model of two classes that has just grown, and its outputs before and after the initialisation."""
     torch.manual_seed(0)
     model = Segmenter(
         ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 1, 1), norm="group"), background_output=True

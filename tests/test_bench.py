@@ -1,4 +1,5 @@
-"""The benches at quick sizes: they run, write what they found, and judge aims by it. No test here judges a time."""
+"""The benches at quick sizes: they run, write their figures, and compare them with targets. No test here judges a
+time."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tools.bench import BENCHES, measure
 from tools.bench.__main__ import main
 from tools.bench.loss import FORMS, prepare
 from tools.bench.measure import Aim, Figures, Section, Settings, Spread, cost, in_turn, ratios
-from tools.bench.page import keep
+from tools.bench.page import save_sections
 from tools.bench.stage import QUICK_NETWORK, grown
 
 QUICK = Settings(quick=True, repeats=1)
 
 
 def here(bench: str, case: str, settings: Settings, processes: int) -> Figures:
-    """A case in this process instead of a fresh one, which would load torch each time."""
+    """Run a case in this process instead of a new one, which would import torch each time."""
     return importlib.import_module(f"tools.bench.{bench}").measure(case, settings)
 
 
@@ -71,7 +72,7 @@ def test_two_processes_send_their_gradients_once(monkeypatch: pytest.MonkeyPatch
     assert 256 * 4 <= others <= 256 * 4 + 100, "the gradients once, label counts, three losses and flags"
 
 
-def test_a_fresh_process_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_process_that_fails_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Traceback:\n  somewhere\nMemoryError: no room\n=====\n"
     failed = subprocess.CompletedProcess([], 1, "", said)
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
@@ -103,13 +104,13 @@ def test_loss_aims_compare_the_right_forms(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("old", [0, 15])
 def test_both_forms_of_a_loss_are_the_same_loss(old: int) -> None:
-    """Else a bench compares different work; MiB's distillation is divided by its outputs in both."""
+    """Otherwise a bench would compare different work. MiB's distillation is divided by its outputs in both."""
     for ours, other in (("evidential", "direct"), ("mib", "mib-direct")):
         torch.testing.assert_close(prepare(ours, 20, old, QUICK)(), prepare(other, 20, old, QUICK)(), rtol=1e-4, atol=0)
     assert set(FORMS) == {"evidential", "direct", "mib", "mib-direct", "softmax"}
 
 
-def test_all_take_their_turn_and_the_first_round_is_left_out() -> None:
+def test_all_run_in_each_round_and_the_first_round_is_left_out() -> None:
     order: list[str] = []
 
     def one(name: str) -> float:
@@ -132,10 +133,10 @@ def test_extra_memory_is_what_the_work_needs() -> None:
     assert 78e6 <= found["extra_bytes"] < 90e6
 
 
-def test_other_benches_keep_their_tables(tmp_path: Path) -> None:
+def test_tables_of_other_benches_do_not_change(tmp_path: Path) -> None:
     missed = Aim("x over y", "at least", 2.0, Spread(1.0, 0.9, 1.1))
-    keep(tmp_path / "b", "step", [Section("First", ["", "ms"], [["a", "1"]], [missed])], QUICK, tuple(BENCHES))
-    keep(tmp_path / "b", "loss", [Section("Second", ["", "ms"], [["b", "2"]], [])], Settings(), tuple(BENCHES))
+    save_sections(tmp_path / "b", "step", [Section("First", ["", "ms"], [["a", "1"]], [missed])], QUICK, tuple(BENCHES))
+    save_sections(tmp_path / "b", "loss", [Section("Second", ["", "ms"], [["b", "2"]], [])], Settings(), tuple(BENCHES))
     page = (tmp_path / "b.md").read_text()
     assert page.index("## Second") < page.index("## First")
     assert "0 of 1 aims met. Not met:\n\n- First: x over y, at least 2, 1 (0.9–1.1) measured\n" in page

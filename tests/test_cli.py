@@ -1,4 +1,4 @@
-"""The command line: what each command answers, and that a mistake costs one line and never a traceback."""
+"""The command line: the output of each command; a mistake gives one line and never a traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parsed(*argv: str) -> RunConfig:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that goes too far writes its runs/ here."""
+    """Change to a folder of the test, so that a command that goes too far writes its runs/ there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -144,7 +144,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["predict", "absent", "x.png", "--out", "o"], "x.png"),
     ],
 )
-def test_a_mistake_costs_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_gives_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("error: ")
@@ -231,7 +231,7 @@ def test_our_own_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["list"])
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "incseg", "list"], stdout=_closed_pipe(), stderr=subprocess.PIPE, text=True, timeout=60
     )
@@ -259,7 +259,7 @@ def test_explicit_flags_win_over_preset_and_file_in_any_order(order: int, tmp_pa
     assert config.preset == "shapes-quick"
 
 
-def test_a_flag_may_say_what_the_default_says() -> None:
+def test_a_flag_may_have_the_default_value() -> None:
     assert PRESETS["shapes-quick"]["train"]["lr"] != 0.01
     assert parsed("--preset", "shapes-quick", "--train.lr", "0.01").train.lr == 0.01
 
@@ -298,7 +298,7 @@ def test_a_saved_configuration_gives_itself_again(finished: Path) -> None:
     assert again.method["name"] == "evidential"
 
 
-def test_everything_that_flags_can_say_survives_the_file(tmp_path: Path) -> None:
+def test_every_setting_of_flags_survives_the_file(tmp_path: Path) -> None:
     config = parsed(
         "--data=folder", "--root", "my data/2012", "--task", '[["a b", "c"], ["d"]]', "--out", "123", "--seed", "7",
         "--train.clip", "1e-5", "--train.weight_decay", "1e-7", "--model.dilations", "[1, 2, 4]", "--train.scale",
@@ -425,7 +425,7 @@ def test_list_mentions_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def broken_folder(root: Path) -> None:
-    """Ten images of which five have a fault each, and no two the same."""
+    """Write ten images, five of them with a fault each, all different."""
     for folder in ("images", "masks"):
         (root / folder).mkdir(parents=True)
     (root / "classes.txt").write_text("cat\n[dog]\n")
@@ -476,7 +476,7 @@ def test_training_on_a_broken_folder_names_the_file(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("own", [None, "ACTIVE"])
 def test_threads_wait_without_spinning(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user says otherwise. It must be set before torch is loaded: a command starts without it."""
+    """Unless the user has set it. It must be set before torch is loaded, and a command starts without torch."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if own is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)

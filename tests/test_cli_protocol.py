@@ -20,13 +20,13 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide enough that the table wraps nothing."""
+    """Set a terminal so wide that the table wraps nothing."""
     monkeypatch.setenv("COLUMNS", "1000")
 
 
 @pytest.fixture
 def presence(tmp_path: Path) -> str:
-    """Four images by zero-based class: aeroplane; aeroplane and pottedplant; nothing; tvmonitor."""
+    """Write four images with zero-based classes: aeroplane; aeroplane and pottedplant; none; tvmonitor."""
     path = tmp_path / "presence.txt"
     path.write_text("first 0\nsecond 0 15\nthird\nfourth 19\n")
     return str(path)

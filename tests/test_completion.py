@@ -1,4 +1,4 @@
-"""Completion in the shells, and how light the command line starts."""
+"""Completion in the shells, and a command line that starts without heavy imports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bash(written: Callable[[str], Path]) -> Complete:
     file = written("bash")
 
     def complete(*words: str) -> list[str]:
-        """What bash offers for the last word; no Python is started."""
+        """Return what bash offers for the last word. No Python is started."""
         code = f'. {file}; COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); _incseg; printf "%s\\n" "${{COMPREPLY[@]}}"'
         command = [program, "-c", code, "bash", *words]
         ran = subprocess.run(
@@ -98,7 +98,7 @@ def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_help_starts_without_torch() -> None:
-    """Nor anything else that is slow: two seconds for one screen are too many."""
+    """Nothing else that is slow is imported either: two seconds for one screen are too long."""
     code = (
         "import sys, incseg.cli; incseg.cli.main(['--help']); incseg.cli.main(['--version']); "
         "print(sorted({'torch', 'numpy', 'PIL', 'rich', 'jsonargparse', 'matplotlib'} & set(sys.modules)))"

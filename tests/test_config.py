@@ -1,4 +1,4 @@
-"""What settings affect: which may change when a run goes on, and which steps are shared."""
+"""What settings affect: which may change when a run is resumed, and which steps are shared."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_settings_of_the_machine_may_differ() -> None:
     assert differing_settings(there, here) == ""
 
 
-def test_a_run_goes_on_that_was_begun_before_there_was_a_setting(tmp_path: Path) -> None:
+def test_a_run_that_is_older_than_a_setting_is_resumed(tmp_path: Path) -> None:
     whole, begun = small_config(tmp_path / "whole"), small_config(tmp_path / "begun")
     with pytest.raises(KeyboardInterrupt), showing(Interrupting("row 0")):
         train(begun)

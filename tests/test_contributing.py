@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md run as they stand, from a package of one's own."""
+"""The examples of CONTRIBUTING.md run unchanged, from a package of the user's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_LINES = {"pull": 15, "again": 27, "exemplars": 28, "cosine": 6, "squares": 
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The examples as a package on the path, which nobody has imported or named yet."""
+    """Write the examples as a package on the path that nobody has imported or named yet."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
     for name, text in EXAMPLES.items():
@@ -43,7 +43,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new process that nobody has told anything."""
+    """Undo imports and trust, as in a new process."""
     for module in [name for name in sys.modules if name.split(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delenv(TRUSTED, raising=False)
@@ -87,7 +87,7 @@ def test_a_method(name: str, options: dict[str, Any], tmp_path: Path, monkeypatc
 
 
 def test_a_memory_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored after step 0 is shown in step 1, also by a run that begins again there."""
+    """Images stored after step 0 are shown in step 1, also by a run that is resumed there."""
     monkeypatch.setenv(TRUSTED, "mine.exemplars:Exemplars")
     settings = {"method": {"name": "mine.exemplars:Exemplars"}, "task": "6-4", "train": {"epochs": 1}}
     whole, parts = (small_config(tmp_path / name, **settings) for name in ("whole", "parts"))
@@ -177,7 +177,7 @@ def test_a_class_of_another_kind_is_refused(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_model_file_of_plain_parts_is_as_before(tmp_path: Path) -> None:
-    """Older versions read it: they know no classifier."""
+    """Older versions can read it: they do not know classifiers."""
     model = Segmenter(ModelConfig("tiny", output_stride=8, width=8), True)
     model.grow(Increment(("a",), (1,)))
     save_segmenter(tmp_path / "model.safetensors", model, {})

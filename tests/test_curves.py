@@ -20,7 +20,7 @@ pytest.importorskip("tensorboard")
 
 
 def test_curves_can_be_read_at_once(tmp_path: Path) -> None:
-    """Also after kill -9: nothing waits in a buffer."""
+    """Also after kill -9, because nothing waits in a buffer."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path / "curves")
@@ -49,7 +49,7 @@ def test_a_full_disk_ends_the_curves_and_nothing_else(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "curves").write_text("a file")
     board = TensorBoard(tmp_path / "curves")
     board.losses({"ce": 0.5}, 1)
@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, fails_at: str = "") -> list[Any]:
-    """A module in place of wandb or trackio. Return the list of what is called."""
+    """Install a module in place of wandb or trackio. Return the list of its calls."""
     calls: list[Any] = []
     module = types.ModuleType(name)
 
@@ -104,7 +104,7 @@ def test_a_tracker_that_fails_ends_the_curves_and_nothing_else(
         curves.losses({"ce": 0.5}, 2)
         curves.close()
     assert [what for what, *_ in calls].count(fails_at) == 1
-    assert "warning: wandb failed (RuntimeError: no network); the run goes on without it" in shown.getvalue()
+    assert "warning: wandb failed (RuntimeError: no network); the run continues without it" in shown.getvalue()
 
 
 def test_only_the_main_process_logs(monkeypatch: pytest.MonkeyPatch) -> None:

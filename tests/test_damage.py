@@ -1,4 +1,4 @@
-"""What the torture harness found: turned bits, folders that go, settings and models that someone made up."""
+"""Faults that the torture harness found: flipped bits, deleted folders, made-up settings and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from incseg.types import UserError
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Read only."""
+    """Return a finished run. Tests must not change it."""
     config = small_config(tmp_path_factory.mktemp("runs") / "run", task="8-2", train={"epochs": 1})
     train(config)
     return config.folder
@@ -77,7 +77,7 @@ def test_a_turned_bit_in_a_figure_is_found_out(tmp_path: Path) -> None:
         read_record(file)
 
 
-def test_a_damaged_model_of_a_run_is_named_and_learnt_again_as_told(finished: Path, copied: Path) -> None:
+def test_a_damaged_model_of_a_run_is_named_and_the_remedy_works(finished: Path, copied: Path) -> None:
     config = small_config(copied, task="8-2", train={"epochs": 1})
     run = RunDir(copied)
     shutil.rmtree(copied / "steps/1")
@@ -95,7 +95,7 @@ def test_a_damaged_model_of_a_run_is_named_and_learnt_again_as_told(finished: Pa
 
 
 class Vanishing(Interrupting):
-    """Something is deleted when step 1 begins."""
+    """A screen that deletes something when step 1 begins."""
 
     def __init__(self, gone: Path) -> None:
         super().__init__("nothing")
@@ -257,7 +257,7 @@ def test_a_description_that_someone_made_up_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_a_model_that_holds_no_numbers_is_refused(finished: Path, tmp_path: Path) -> None:
+def test_a_model_with_values_that_are_not_finite_is_refused(finished: Path, tmp_path: Path) -> None:
     tensors, about = read_tensors(RunDir(finished).model(1))
     tensors["aspp.mix.weight"][0] = torch.nan
     write_tensors(tmp_path / "model.safetensors", tensors, about)

@@ -1,4 +1,4 @@
-"""Two processes do what one does: same data, same loss, same counts; and they end together."""
+"""Two processes do the work of one: same data, same loss, same counts; and they end together."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 
 def test_two_processes_agree_on_batch_statistics_and_end_together(tmp_path: Path) -> None:
-    """A run with batch norm, then one that fails in the main process, in the same two processes."""
+    """The same two processes train a run with batch norm, then one that fails in the main process."""
     config = small_config(tmp_path / "run", task="8-2", train={"epochs": 1}, method={"name": "small_runs:Remembering"})
     script = f"""
 import os, sys, torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What README and docs show is there: every `incseg …` line parses, every link, anchor and image exists."""
+"""README and docs are correct: every `incseg …` line parses, every link, anchor and image exists."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from incseg.cli.settings import method_overrides, parse_run
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROSE = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [*PROSE, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "results").rglob("*.md"))]
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*PROSE, *sorted((ROOT / "results").rglob("*.md"))]
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 

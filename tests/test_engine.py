@@ -1,4 +1,4 @@
-"""The engine: seeds, interruptions, evaluation again, failures, and the folder a run leaves behind."""
+"""The engine: seeds, interruptions, evaluation again, failures, and the run folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HeldProcess = tuple[list[str], Path, subprocess.Popen[str]]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_memory_is_used_again() -> None:
-    """Else the strips of a loss cost more in page faults than in arithmetic."""
+    """Otherwise page faults would take longer than the arithmetic of a loss in strips."""
     script = (
         "import resource, torch\n"
         "from incseg.engine.runtime import retain_freed_memory\n"
@@ -87,13 +87,13 @@ def run(config: RunConfig) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps; read only."""
+    """Return a run of three steps. Tests must not change it."""
     return run(small_config(tmp_path_factory.mktemp("runs") / "finished"))
 
 
 @pytest.fixture(scope="module")
 def finished_held(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a method that has a state and draws random numbers; read only."""
+    """Return the same with a method that has a state and draws random numbers. Tests must not change it."""
     return run(small_config(tmp_path_factory.mktemp("runs") / "held", method={"name": "small_runs:Held"}))
 
 
@@ -200,7 +200,8 @@ def test_killed_while_a_checkpoint_is_written(finished: Path, tmp_path: Path, mo
 
 @pytest.fixture
 def held_process(tmp_path: Path) -> Iterator[HeldProcess]:
-    """`incseg train` in a process of its own, waiting in iteration 1 of step 1: (its flags, its hold file, itself)."""
+    """Start `incseg train` in its own process, which waits in iteration 1 of step 1. Yield its flags, the file that
+    holds it, and the process."""
     config = small_config(
         tmp_path / "run",
         method={"name": "small_runs:Held"},
@@ -228,7 +229,7 @@ def held_process(tmp_path: Path) -> Iterator[HeldProcess]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(
+def test_ctrl_c_saves_and_the_same_command_resumes(
     finished_held: Path, held_process: HeldProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv, hold, process = held_process
@@ -246,7 +247,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert_same_run(finished_held, folder)
 
 
-def test_kill_9_and_the_same_command_goes_on(finished_held: Path, held_process: HeldProcess) -> None:
+def test_after_kill_9_the_same_command_resumes(finished_held: Path, held_process: HeldProcess) -> None:
     argv, hold, process = held_process
     with pytest.raises(UserError, match=rf"in use by process {process.pid} on .*; wait for it"):
         run(small_config(hold.parent / "run"))
@@ -256,7 +257,7 @@ def test_kill_9_and_the_same_command_goes_on(finished_held: Path, held_process: 
     assert_same_run(finished_held, hold.parent / "run")
 
 
-def test_a_finished_run_stays_as_it_is(finished_held: Path, tmp_path: Path) -> None:
+def test_a_finished_run_does_not_change(finished_held: Path, tmp_path: Path) -> None:
     before = RunDir(finished_held).results.read_bytes()
     changed = small_config(
         finished_held,
@@ -328,7 +329,7 @@ def test_what_cannot_be_evaluated_is_refused(finished: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("part", "shown"), [("loss", "extra nan"), ("gradient", "extra 0, gradient norm (inf|nan)")])
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(
+def test_a_loss_that_is_not_finite_stops_the_run_and_saves_the_last_good_state(
     tmp_path: Path, part: str, shown: str
 ) -> None:
     method = {"name": "small_runs:Exploding", "part": part}
@@ -341,7 +342,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(
     assert (about["step"], about["progress"]["iteration"]) == (1, 2)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert evaluate(config.folder)["index"] == 0
-    with pytest.raises(UserError, match="step 1, iteration 2"):  # goes on from there, to the same end
+    with pytest.raises(UserError, match="step 1, iteration 2"):  # resumes there and ends alike
         run(config)
 
 
@@ -352,7 +353,7 @@ def test_a_run_folder_belongs_to_its_settings(finished: Path) -> None:
         run(small_config(finished, method={"name": "evidential", "lambda_kd": 1.0}, train={"lr": 0.2}))
 
 
-def test_a_folder_in_which_nothing_was_learnt_takes_other_settings(tmp_path: Path) -> None:
+def test_a_folder_in_which_nothing_was_learnt_accepts_other_settings(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="batch of one image"):
         run(small_config(tmp_path / "run", train={"batch_size": 1}))
     assert RunDir(tmp_path / "run").config.exists()
@@ -360,8 +361,8 @@ def test_a_folder_in_which_nothing_was_learnt_takes_other_settings(tmp_path: Pat
     assert load_run_config(run(config)).train.batch_size == 8
 
 
-def test_a_run_from_random_weights_says_so_once(tmp_path: Path) -> None:
-    """Few train a large backbone from nothing on purpose; paper-voc without --model.weights does."""
+def test_a_run_from_random_weights_warns_once(tmp_path: Path) -> None:
+    """Hardly anybody trains a large backbone from scratch on purpose; paper-voc without --model.weights does."""
     config = small_config(tmp_path / "run", model={"backbone": "resnet18"}, train={"batch_size": 1})
     with pytest.raises(UserError, match="batch of one image"):  # soon enough
         run(config)
@@ -369,7 +370,7 @@ def test_a_run_from_random_weights_says_so_once(tmp_path: Path) -> None:
     assert log.count("note: resnet18 has no pretrained weights and learns from random ones; give --model.weights") == 1
 
 
-def test_a_run_folder_serves_one_process_at_a_time(tmp_path: Path) -> None:
+def test_one_process_at_a_time_works_in_a_run_folder(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
     first = RunDir(config.folder)
     open_run(first, config)
@@ -471,7 +472,7 @@ def test_training_without_momentum_and_with_clipping(tmp_path: Path) -> None:
 # --- the folder ----------------------------------------------------------------------------------------------
 
 
-def test_the_run_folder_holds_what_it_says(finished: Path) -> None:
+def test_the_run_folder_has_the_documented_files(finished: Path) -> None:
     names = {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()}
     boards = {name for name in names if name.startswith("tensorboard/")}
     in_step = ("model.safetensors", "state.safetensors", "confusion.npy", "row.json")
@@ -533,7 +534,7 @@ def test_figures_follow_from_the_confusion_matrix(finished: Path) -> None:
         assert row["new"] == (pytest.approx(mean(range(7, known))) if step else None)
 
 
-def test_model_files_tell_where_they_come_from(finished: Path) -> None:
+def test_model_files_name_their_origin(finished: Path) -> None:
     model, about = load_segmenter(RunDir(finished).model(1))
     assert [increment.classes for increment in model.increments] == [
         ("disc", "square", "triangle", "ring", "star", "cross"),
@@ -550,7 +551,7 @@ def test_model_files_tell_where_they_come_from(finished: Path) -> None:
 
 def test_curves_are_drawn_where_tensorboard_is_installed(finished: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    curves = accumulators.EventAccumulator(str(RunDir(finished).tensorboard))
+    curves = accumulators.EventAccumulator(str(finished / "tensorboard"))
     curves.Reload()
     losses = curves.Scalars("losses/new")
     assert [event.step for event in losses] == [1, 2, 3, 4, 5, 6]
@@ -630,7 +631,7 @@ def test_a_set_smaller_than_a_batch_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 4, 5, 8])
-def test_an_order_goes_on_where_it_was(first: int) -> None:
+def test_an_order_resumes_where_it_stopped(first: int) -> None:
     whole = list(EpochOrder(9, 2, 2, (5, 0)))
     rest = EpochOrder(9, 2, 2, (5, 0), first=first)
     assert list(rest) == whole[first:]
@@ -649,8 +650,8 @@ def test_figures_have_their_names() -> None:
     assert FIGURES == ("base", "new", "all", "inc")
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    """Settings that came later count as what the run did without them, and as nothing else."""
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """Newer settings count as their defaults, and as nothing else."""
     config = small_config(tmp_path / "run", train={"epochs": 1})
     train(config)
     saved = yaml.safe_load(RunDir(config.folder).config.read_text())

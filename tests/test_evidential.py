@@ -1,4 +1,4 @@
-"""The evidential mathematics against direct formulas, its limits, and its behaviour at the ends of the number line."""
+"""The evidential mathematics against direct formulas, its limits, and its behaviour for extreme scores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def scores(*shape: int, spread: float = 3.0, dtype: torch.dtype = torch.float64,
 
 
 def extremes(dtype: torch.dtype) -> Tensor:
-    """(P, 3) pixels that mix every pair of far scores."""
+    """Return (P, 3) pixels that combine every pair of extreme scores."""
     ends = torch.tensor([-1e4, -200.0, -89.0, -20.0, 0.0, 20.0, 89.0, 200.0, 1e4], dtype=dtype)
     return torch.cartesian_prod(ends, ends, ends)
 
@@ -174,7 +174,8 @@ def test_distillation_at_the_teacher_is_its_entropy() -> None:
 
 
 def test_printed_sign_of_uncertainty_distillation_is_minimal_at_one_for_every_teacher() -> None:
-    """The paper's slip: with its sign every teacher asks for background; with ours, each for its own u."""
+    """The paper has a misprint: with its sign every teacher favours background; with ours the minimum is at the
+    teacher's u."""
     u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     grid = Dirichlet.of((1 / u - 1).log().unsqueeze(1))  # one class: u = 1 / (1 + e)
     assert torch.allclose(grid.log_uncertainty.exp(), u)
@@ -275,12 +276,12 @@ def test_gradcheck_of_balancing(mode: str) -> None:
 
 
 def alone(e: Tensor, size: int) -> Tensor:
-    """The paper's p_i when class i is the only one of `size` with evidence."""
+    """Return the paper's p_i when class i is the only one of `size` with evidence."""
     return (e + 1) / (e + size) * (e / (e + size))
 
 
 def factors(e: Tensor, size: int, total: int, mode: str) -> Tensor:
-    """o as `balance` applies it to the first of `size` classes, none of the others having evidence."""
+    """Return o as `balance` applies it to the first of `size` classes when no other increment has evidence."""
     z = torch.full((len(e), total), -1e3, dtype=torch.float64)
     z[:, 0] = e.log()
     sizes = (size, total - size) if total > size else (size,)
@@ -314,7 +315,7 @@ def test_limits_of_the_exact_factor(size: int, total: int) -> None:
 
 @pytest.mark.parametrize(("size", "total"), SIZES)
 def test_paper_factor_does_not_satisfy_its_equation(size: int, total: int) -> None:
-    """It always gives less than the increment alone: it under-compensates."""
+    """It is always less than for the increment alone: it under-compensates."""
     e = EVIDENCE[EVIDENCE > 1]  # where z = log e > 0, the only place it is applied
     o = factors(e, size, total, "paper")
     assert torch.allclose(o, torch.full_like(o, paper_factor(size, total)))
@@ -341,7 +342,7 @@ def test_one_increment_needs_no_balancing(mode: str, rectifier: str, size: int) 
 
 @pytest.mark.parametrize("sizes", [(5, 1), (2, 3, 1), (1, 1, 1, 1)])
 def test_ratio_keeps_the_uncertainty_of_an_increment(sizes: tuple[int, ...]) -> None:
-    """N / (N + (N/K) Σe) = K / (K + Σe): what it was alone, while no other increment has evidence."""
+    """N / (N + (N/K) Σe) = K / (K + Σe): its value alone, as long as no other increment has evidence."""
     parts = scores(30, sum(sizes)).split(sizes, 1)
     for t, part in enumerate(parts):
         z = torch.cat([p if i == t else torch.full_like(p, -1e4) for i, p in enumerate(parts)], 1)
@@ -399,7 +400,7 @@ def test_prior_moves_the_log_odds_by_the_share_of_images(prior: float) -> None:
 
 
 def test_one_class_needs_much_evidence_to_beat_background_among_many() -> None:
-    """Without balancing e ≳ 1.618·N; a one-class step, which learnt to decide at e = 1, needs 31.6 at N = 20."""
+    """Without balancing e ≳ 1.618·N. A one-class step learnt to decide at e = 1 and needs 31.6 at N = 20."""
 
     def wins(e: float, total: int) -> bool:
         z = torch.full((1, total), -1e3, dtype=torch.float64)
@@ -438,7 +439,7 @@ def test_prior_needs_image_counts(images: tuple[int, ...] | None) -> None:
 @pytest.mark.parametrize("sizes", [(6,), (3, 2, 1)])
 @pytest.mark.parametrize("spread", [1.0, 8.0, 1000.0])
 def test_probabilities_without_logarithms(mode: str, rectifier: str, sizes: tuple[int, ...], spread: float) -> None:
-    """Also where evidence itself would overflow, and to float32's own precision elsewhere."""
+    """Also if the evidence itself would overflow; otherwise to the precision of float32."""
     z = scores(400, 6, spread=spread)
     z = z if spread > 100 else z.clamp(max=39)
     wanted = balanced_log_probabilities(z, sizes, mode, rectifier).exp()

@@ -1,4 +1,4 @@
-"""Pieces of other methods in the evidential one: pseudo-labels by u, local POD, and where replay has no place."""
+"""Parts of other methods in the evidential one: pseudo-labels by u, local POD, and why replay is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 0.45
 
 
 def method(**options: Any) -> Evidential:
-    """In the last step, as the trainer would have brought it there."""
+    """Return the method in the last step, in the state that the trainer would give it."""
     made = Evidential(Evidential.Config(**options))
     model = Segmenter(ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1)), False)
     for step in STEPS:
@@ -59,7 +59,7 @@ def evidence(z: float) -> float:
 
 
 def probabilities(scores: list[float]) -> list[float]:
-    """u, then (1 − u)·α_i/S, of the scores of one scope."""
+    """Return u, then (1 − u)·α_i/S, of the scores of one scope."""
     alpha = [evidence(z) + 1 for z in scores]
     u = len(alpha) / sum(alpha)
     return [u, *((1 - u) * a / sum(alpha) for a in alpha)]
@@ -75,7 +75,7 @@ def pixels_of(batch: Batch, logits: Tensor) -> list[list[float]]:
 
 
 def sure_class(teacher: list[float], scope: str) -> int:
-    """The teacher's class where its u is below the limit, else 0; u from the increments' own odds or from all."""
+    """Return the teacher's class where its u is below the limit, else 0; u is of each increment or of all classes."""
     if scope == "seen":
         u = probabilities(teacher)[0]
         strengths = [evidence(z) for z in teacher]
@@ -131,8 +131,8 @@ def test_a_teacher_that_is_never_sure_changes_nothing(scope: str) -> None:
     assert terms == pytest.approx(values(method(scope=scope).losses(batch, out, teacher, STEP)))
 
 
-def test_a_class_says_the_same_however_many_came_after_it() -> None:
-    """One-class steps decide at e = 1; over all old classes together their u would hardly ever be low."""
+def test_a_class_has_the_same_u_however_many_came_after_it() -> None:
+    """One-class steps decide at e = 1. Over all old classes together, their u would hardly ever be low."""
     teacher = torch.full((1, 4, 1, 1), -9.0)
     teacher[:, 3] = 1.5
     labels = torch.zeros(1, 1, 1, dtype=torch.uint8)
@@ -171,7 +171,7 @@ def test_increments_cross_entropy() -> None:
 
 
 def naive_pod(own: Tensor, other: Tensor) -> float:
-    """Row and column means of all tiles of the squared maps, one after the other."""
+    """Return row and column means of all tiles of the squared maps, one after the other."""
     distances = []
     for x, t in zip(own.square().tolist(), other.square().tolist(), strict=True):
         total = 0.0

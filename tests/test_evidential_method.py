@@ -30,7 +30,8 @@ def make_batch(labels: Tensor) -> Batch:
 
 
 def example(step: Step = SECOND, dtype: torch.dtype = torch.float64) -> tuple[Batch, Output, Output | None]:
-    """Labels of background, the step's own classes and void; logits with gradient; the teacher's after step 0."""
+    """Return labels of background, the step's own classes and void; logits with gradient; the teacher's logits after
+    step 0."""
     generator = torch.Generator().manual_seed(step.index)
     first_new = len(step.old) + 1
     allowed = torch.tensor([0, *range(first_new, first_new + len(step.new)), IGNORE], dtype=torch.uint8)
@@ -62,13 +63,13 @@ EVIDENCE = {
 def naive_losses(
     batch: Batch, logits: Tensor, teacher: Tensor | None, step: Step, config: Evidential.Config
 ) -> dict[str, float]:
-    """PAPER.md section 2, one pixel after the other in Python floats."""
+    """Return the losses by the paper's section 2, one pixel after the other in Python floats."""
 
     def up(x: Tensor) -> Tensor:
         return F.interpolate(x, batch.size, mode="bilinear", align_corners=False)
 
     def dirichlet(scores: list[float]) -> tuple[float, list[float]]:
-        """u and the probabilities given foreground."""
+        """Return u and the probabilities given foreground."""
         alpha = [EVIDENCE[config.rectifier](z) + 1 for z in scores]
         return len(alpha) / sum(alpha), [a / sum(alpha) for a in alpha]
 
@@ -128,7 +129,7 @@ def test_losses_equal_a_loop_over_pixels(step: Step, options: dict[str, Any]) ->
 
 
 def test_relu_equals_the_loop_where_there_is_evidence() -> None:
-    """Elsewhere the loop divides by zero: the log form keeps a floor of 1e-6 there."""
+    """Elsewhere the loop divides by zero, and the log form has a floor of 1e-6."""
     batch, out, teacher = example()
     assert teacher is not None
     out.logits.data.abs_().add_(0.1)
@@ -181,7 +182,7 @@ def test_distillation_is_content_with_the_teachers_own_scores() -> None:
 
 
 def test_old_scores_are_distilled_on_void_too() -> None:
-    """Void says nothing of the classes, but the teacher's answer there is as good as anywhere."""
+    """Void has no label, but the teacher's output there is as good as anywhere."""
     batch, out, teacher = example()
     void = make_batch(torch.full_like(batch.labels, IGNORE))
     with_labels, without = (values(method().losses(b, out, teacher, SECOND)) for b in (batch, void))
@@ -199,7 +200,7 @@ def test_sum_is_mean_times_the_old_classes() -> None:
     assert (total["kd_u"], total["new"]) == pytest.approx((mean["kd_u"], mean["new"]))
 
 
-def test_no_weight_on_distillation_is_no_teacher() -> None:
+def test_distillation_without_weight_needs_no_teacher() -> None:
     batch, out, teacher = example()
     without, alone = (
         method(lambda_kd=0.0).losses(batch, out, teacher, SECOND),
@@ -211,7 +212,7 @@ def test_no_weight_on_distillation_is_no_teacher() -> None:
 
 @pytest.mark.parametrize("label", [0, 4])
 def test_foreground_weight_of_one_set_alone_is_one(label: int) -> None:
-    """N_total / N_set = 1 for the set that is there; the empty one weighs nothing."""
+    """N_total / N_set = 1 for the only set; the empty one has no weight."""
     batch, out, _ = example()
     only = make_batch(torch.full_like(batch.labels, label))
     plain, weighted = (
@@ -262,7 +263,8 @@ def test_losses_are_finite_at_far_scores(rectifier: str, scale: float) -> None:
 
 
 def test_means_over_processes_add_up_to_the_whole_batch() -> None:
-    """Each process divides by the mean count, gradients are averaged: the gradient of the batch as one."""
+    """Each process divides by the mean count, and gradients are averaged: the result is the gradient of the whole
+    batch."""
     batch, out, teacher = example()
     assert teacher is not None
     tested = method(foreground_weight=True)
@@ -300,7 +302,7 @@ def test_argmax_of_the_balanced_probabilities(balancing: str) -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5, 0.9, 1.1])
 def test_hierarchical_decision(threshold: float) -> None:
-    """Foreground where u < τ, and there the class of the largest α."""
+    """A pixel is foreground where u < τ, and then has the class of the largest α."""
     z = seen_scores()
     tested = method(decision="hierarchical", threshold=threshold, balancing="none")
     prediction = tested.predict(z, INCREMENTS)
@@ -311,7 +313,7 @@ def test_hierarchical_decision(threshold: float) -> None:
 
 
 def test_hierarchical_differs_from_argmax_where_evidence_is_shared() -> None:
-    """Two classes with the same evidence: surely foreground, but neither of them beats background."""
+    """Two classes with equal evidence: foreground for certain, but neither of them is more probable than background."""
     z = torch.full((1, 2, 1, 1), 0.7)
     increments = (Increment(("ant", "bee"), (1, 2)),)
     assert int(method().predict(z, increments).labels) == 0

@@ -1,4 +1,4 @@
-"""ONNX: the graph agrees with the model for every method, network and size, and predicts like it."""
+"""ONNX: the graph agrees with the model for every method, network and size, and predicts the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLOURS = [[0, 0, 0], [200, 30, 30], [30, 200, 30], [30, 30, 200]]
 
 
 def save_model(path: Path, method: str = "evidential", config: ModelConfig = TINY, size: int = 40) -> Path:
-    """A random model of the classes 7, 2 and 5, with running statistics that fit its activations."""
+    """Save a random model of the classes 7, 2 and 5, with running statistics that fit its activations."""
     torch.manual_seed(1)
     model = Segmenter(config, METHODS[method].background_output)
     model.grow(Increment(("tree", "dog"), (7, 2), 30))
@@ -107,7 +107,7 @@ def test_inference_options_are_in_the_graph(options: dict[str, Any], predictor: 
 @pytest.mark.parametrize("method", ["evidential", "lwf_mc"])
 @pytest.mark.parametrize("score", [150.0, -150.0])
 def test_scores_beyond_the_range_of_exp(method: str, score: float, tmp_path: Path) -> None:
-    """The exporter's own log-sigmoid is −∞ there."""
+    """The exporter's own log-sigmoid is −∞ for them."""
     predictor = load(save_model(tmp_path / "model.safetensors", method), device="cpu")
     assert isinstance(predictor.model, Segmenter)
     for classifier in predictor.model.classifiers:
@@ -158,7 +158,7 @@ def predictions(folder: Path) -> dict[str, Any]:
 
 
 def test_predict_gives_the_same_by_either_backend(model_file: Path, onnx_file: Path, tmp_path: Path) -> None:
-    """Resized, enlarged and tiled images; an .onnx file alone, and one made on the way."""
+    """Resized, enlarged and tiled images; an .onnx file alone, and one exported by the command."""
     (tmp_path / "in").mkdir()
     for index, size in enumerate(((61, 83), (30, 20), (300, 120))):
         photo(*size, seed=index).save(tmp_path / f"in/{index}.png")
@@ -204,7 +204,7 @@ def test_a_graph_that_differs_is_not_written(
     assert (tmp_path / "x.onnx").exists()
 
 
-def test_mistakes_cost_one_line(
+def test_mistakes_give_one_line(
     model_file: Path, onnx_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "foreign.onnx").write_bytes(b"")

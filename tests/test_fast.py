@@ -1,4 +1,4 @@
-"""What saves time on a GPU gives the same values on a CPU, up to their last digits."""
+"""Options that save time on a GPU give the same values on a CPU, except for the last digits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_channels_last_and_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own kernels: those for this processor would take a minute to build."""
+    """With torch's own kernels; compiling them for this processor would take a minute."""
     compiled: list[nn.Module] = []
     by_torch = torch.compile
 

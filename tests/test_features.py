@@ -1,4 +1,4 @@
-"""The feature cache: the same run without the backbone's work, whatever happens to the files; and `incseg cache`."""
+"""The feature cache: a run with it equals one without, whatever happens to its files; and `incseg cache`."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SMALL_BLOCK = 8
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks where there would be one."""
+    """Use four blocks instead of one."""
     monkeypatch.setattr(features_module, "BLOCK", SMALL_BLOCK)
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """(split, block) of every block that is written."""
+    """Record (split, block) of every block that is written."""
     blocks: list[tuple[str, int]] = []
     write = FeatureStore.write
 
@@ -69,7 +69,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> str:
-    """A backbone that does not depend on a run's seed."""
+    """Write weights of a backbone, so that it does not depend on a run's seed."""
     torch.manual_seed(0)
     torch.save(Segmenter(ModelConfig("tiny", output_stride=8, width=4), True).backbone.state_dict(), tmp_path / "w.pth")
     return str(tmp_path / "w.pth")
@@ -86,7 +86,7 @@ def frozen_model(**changes: Any) -> Segmenter:
     settings = {"output_stride": 8, "width": 8, "freeze_backbone": True, "dilations": (1, 2, 3), **changes}
     model = Segmenter(ModelConfig("tiny", **settings), True)
     torch.manual_seed(2)  # whatever the head drew
-    for layer in model.backbone.modules():  # statistics that evaluation has to keep to
+    for layer in model.backbone.modules():  # statistics that evaluation must use
         if isinstance(layer, nn.BatchNorm2d):
             layer.running_mean.uniform_(-0.2, 0.2)  # type: ignore[union-attr]
             layer.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
@@ -108,13 +108,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def cache_of(split: str) -> StoredCache:
-    """The only cache of a split that there is."""
+    """Return the only cache of a split."""
     [cache] = [cache for cache in stored_caches(cache_path("features")) if cache.about["split"] == split]
     return cache
 
 
 def spoken(config: RunConfig) -> str:
-    """Run, and give back what was said."""
+    """Run and return the printed text."""
     with listening() as shown:
         train(config)
     return shown.getvalue()
@@ -124,7 +124,7 @@ def spoken(config: RunConfig) -> str:
 
 
 def both_loaders(config: RunConfig) -> tuple[Setup, list[Loaders]]:
-    """The loaders of a configuration with the cache and without."""
+    """Return the loaders of a configuration with the cache and without."""
     method = build_method(config.method)
     setup = Setup.of(config, method)
     seed_everything(config.seed)
@@ -205,7 +205,7 @@ def test_evaluating_again_reads_the_cache_and_gives_the_row(tmp_path: Path, writ
     assert written == []
 
 
-def test_the_flipped_view_is_what_the_backbone_says_of_the_mirrored_image(tmp_path: Path) -> None:
+def test_the_flipped_view_has_the_features_of_the_mirrored_image(tmp_path: Path) -> None:
     model, source = frozen_model(stages=(1, 3)), shapes()
     store = filled(tmp_path, model, source)
     for index in (0, 9, 31):
@@ -234,7 +234,7 @@ def test_thinned_labels_lie_in_the_middle_of_their_cells() -> None:
 # --- what a cache depends on, and who shares it --------------------------------------------------------------
 
 
-def test_the_key_holds_what_the_maps_depend_on_and_nothing_else(tmp_path: Path) -> None:
+def test_the_key_has_what_the_maps_depend_on_and_nothing_else(tmp_path: Path) -> None:
     def folder(source: Source | None = None, size: int = SIZE, split: Any = "train", **changes: Any) -> Path:
         return feature_store(tmp_path, frozen_model(**changes), source or shapes(), split, size).folder
 
@@ -303,7 +303,7 @@ def test_a_limit_builds_only_the_blocks_it_needs(tmp_path: Path, written: list[t
 # --- accidents -----------------------------------------------------------------------------------------------
 
 
-def test_a_builder_killed_in_the_midst_of_a_block_leaves_whole_blocks_and_the_next_run_goes_on(
+def test_a_builder_killed_within_a_block_leaves_whole_blocks_and_the_next_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[tuple[str, int]]
 ) -> None:
     config = frozen_config(tmp_path / "run")
@@ -388,7 +388,7 @@ def test_several_damaged_blocks_are_one_line(tmp_path: Path, written: list[tuple
     assert [block for _, block in written] == [0, 2, 3]
 
 
-def test_a_disk_too_small_for_both_splits_says_so_before_the_work(
+def test_a_disk_too_small_for_both_splits_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: list[tuple[str, int]]
 ) -> None:
     usage, each = namedtuple("usage", "total used free"), 96 * 6 * 6 * 2
@@ -410,13 +410,15 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path, monkeyp
     (tmp_path / "file").touch()
     monkeypatch.setenv("INCSEG_CACHE", str(tmp_path / "file" / "cache"))
     said = spoken(frozen_config(tmp_path / "run"))
-    assert len(re.findall(r"the feature cache cannot be written \(.*Not a directory.*\); going on without", said)) == 1
+    assert (
+        len(re.findall(r"the feature cache cannot be written \(.*Not a directory.*\); continuing without", said)) == 1
+    )
     assert "damaged" not in said
     train(frozen_config(tmp_path / "pixels", data={"cache": "off"}))
     assert_same_run(tmp_path / "run", tmp_path / "pixels")
 
 
-def test_a_disk_that_fills_up_on_the_way_is_done_without_and_what_is_there_is_kept(
+def test_on_a_disk_that_fills_up_the_run_continues_without_the_cache_and_its_blocks_remain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, full = FeatureStore.write, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -466,7 +468,7 @@ def test_a_faulty_image_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.
 
 
 class Member(Runtime):
-    """One of two processes, played by a thread."""
+    """One of two processes, simulated by a thread."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.world, self.device, self._meeting, self._slots = rank, 2, torch.device("cpu"), meeting, slots
@@ -480,7 +482,7 @@ class Member(Runtime):
 
 
 def in_two(work: Any) -> list[Any]:
-    """work(runtime) in two members at once; gives back what each returned or raised."""
+    """Run work(runtime) in two members at once. Return what each returned or raised."""
     meeting, slots, results = threading.Barrier(2), [None, None], [None, None]
 
     def run(rank: int) -> None:
@@ -740,7 +742,7 @@ def test_a_model_of_several_stages_goes_through_its_file(tmp_path: Path) -> None
 
 @pytest.fixture
 def two_caches() -> tuple[Path, Path, Path]:
-    """Two feature caches, a presence list and a trained step; the root of all first."""
+    """Write two feature caches, a presence list and a trained step. Return their root first."""
     root, model, source = cache_path("features"), frozen_model(stages=(1, 3)), shapes(train_size=20)
     whole = filled(root, model, source, range(20)).folder
     part = filled(root, frozen_model(), shapes(), range(SMALL_BLOCK)).folder
@@ -754,7 +756,7 @@ def two_caches() -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.parametrize("argv", [["cache"], ["cache", "list"]])
-def test_the_list_tells_what_is_kept(
+def test_the_list_shows_what_is_cached(
     two_caches: tuple[Path, Path, Path], argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, whole, part = two_caches
@@ -772,7 +774,7 @@ def test_the_list_tells_what_is_kept(
 
 
 @pytest.mark.parametrize("argv", [["cache"], ["cache", "clear", "--all"]])
-def test_a_place_for_caches_that_is_no_folder(
+def test_a_place_for_caches_that_is_not_a_folder(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -912,7 +914,7 @@ def test_a_cache_with_a_damaged_description_is_listed_and_cleared(
     assert not whole.exists()
 
 
-def test_the_description_says_what_was_kept(two_caches: tuple[Path, Path, Path]) -> None:
+def test_the_description_names_what_is_cached(two_caches: tuple[Path, Path, Path]) -> None:
     about = json.loads((two_caches[1] / "about.json").read_text())
     assert (about["dataset"], about["split"], about["backbone"], about["size"]) == ("shapes", "train", "tiny", SIZE)
     assert about["stages"] == [[48, 12, 12], [96, 6, 6]]

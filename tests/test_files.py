@@ -1,4 +1,4 @@
-"""Writing: whole or not at all, and never in the place of what is no file."""
+"""Writing files: whole or not at all, and never in place of something that is not a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from incseg.types import UserError
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of sockets must be short, and so relative."""
+    """Change to a folder of the test: names of sockets must be short, so they are relative."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -47,7 +47,7 @@ OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_what_is_no_file_is_not_replaced(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_a_file_is_not_replaced(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, said = OTHER_KINDS[kind]
     write_run(Path("runs/a"))
     make(Path("out"))
@@ -60,7 +60,7 @@ def test_what_is_no_file_is_not_replaced(kind: str, capsys: pytest.CaptureFixtur
 
 
 def test_nothing_is_written_among_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/stdout is a link, and where the output goes to a file one to a regular file."""
+    """/dev/stdout is a link, and if the output goes to a file, it leads to a regular file."""
     monkeypatch.setattr(io, "_DEVICES", tmp_path / "dev")
     (tmp_path / "dev/shm").mkdir(parents=True)
     (tmp_path / "printed").write_text("so far")
@@ -84,7 +84,7 @@ def test_a_file_in_the_way_of_a_folder_is_named(capsys: pytest.CaptureFixture[st
     assert no_folder(Path("not/there/yet")) is None
 
 
-def test_a_link_to_a_file_is_replaced_and_the_file_stays(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_replaced_and_the_file_does_not_change(tmp_path: Path) -> None:
     (tmp_path / "anothers").write_text("precious")
     (tmp_path / "mine").symlink_to("anothers")
     write_text(tmp_path / "mine", "new")
@@ -111,7 +111,7 @@ def test_who_does_without_a_file_does_without_this_one_too(tmp_path: Path) -> No
     assert str(refused.value) == f"'{tmp_path}' is a folder; give the name of a file, in it or elsewhere"
 
 
-def test_a_name_that_cannot_be_written_is_told_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_cannot_be_written_is_refused_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.onnx").mkdir()
     assert main(["export", "nowhere", "--out", "out.onnx"]) == 2
     assert "is a folder; give the name of a file" in capsys.readouterr().err
@@ -147,7 +147,7 @@ def test_a_killed_process_frees_its_lock_though_its_children_live(tmp_path: Path
             deadline = time.monotonic() + 20  # a busy machine may not have started the child yet
             while not lock.acquire() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            os.kill(child, 0)  # it lives
+            os.kill(child, 0)  # it is alive
         finally:
             os.kill(child, signal.SIGKILL)
             parent.kill()

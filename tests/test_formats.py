@@ -1,4 +1,4 @@
-"""Labels as people have them: each format read, written and read back, with its variants, faults and attacks."""
+"""Labels of other tools: each format is read, written and read back, with its variants, faults and attacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COLUMN, ROW = 4, 5
 
 
 def photograph(path: Path, size: tuple[int, int] = SIZE, orientation: int = 1) -> Path:
-    """An image; with an orientation its stored size is `size`, and viewers turn it."""
+    """Write an image. With an orientation its stored size is `size`, and viewers rotate it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -82,7 +82,7 @@ def yolo(points: Any = BOX, number: int = 0) -> str:
 
 
 def only(source: Source) -> np.ndarray:
-    """The mask of the only image."""
+    """Return the mask of the only image."""
     [(split, index)] = [(split, i) for split in SPLITS for i in range(len(source.names(split)))]
     image, mask = source.pair(split, index)
     assert image.size == mask.shape[::-1]
@@ -146,7 +146,7 @@ MADE = {
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_small_dataset_of_each_format(name: str, tmp_path: Path) -> None:
-    """Ids with gaps become 1, 2, …; the folder is recognised; another format names this one."""
+    """Ids with gaps become 1, 2, …. The format is detected, and readers of other formats name it."""
     kind = MADE[name](one_image(tmp_path))
     assert detect(tmp_path) == name
     source = build_source("auto", tmp_path)
@@ -166,7 +166,7 @@ def test_a_small_dataset_of_each_format(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MADE)
 def test_labels_for_an_image_that_is_turned_by_its_exif(name: str, tmp_path: Path) -> None:
-    """The size that the labels state says whether they mean the image as shown or as stored."""
+    """The size in the labels decides whether they refer to the image as shown or as stored."""
     kind = MADE[name](tmp_path)
     shown = photograph(tmp_path / "images" / "0.jpg", SIZE[::-1], orientation=6)
     assert np.array_equal(only(kind(tmp_path)), box(2))
@@ -208,7 +208,7 @@ def test_new_names_for_the_classes(name: str, tmp_path: Path) -> None:
 
 
 def odd_folder(root: Path) -> Folder:
-    """Images whose names and masks are awkward: noise, holes, void, single pixels, blanks, percent signs."""
+    """Write images with awkward names and masks: noise, holes, void, single pixels, blanks, percent signs."""
     generator = np.random.default_rng(0)
     names = ["plain", "with blank", "50% off", "größe", "a%20b"]
     for i, name in enumerate(names):
@@ -326,7 +326,7 @@ def test_coco_brush_masks_of_cvat_are_not_crowds(tmp_path: Path) -> None:
     assert "iscrowd is read as run lengths, not crowds" in " ".join(Coco(tmp_path).notes)
 
 
-def test_coco_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_coco_reports_what_it_leaves_out(tmp_path: Path) -> None:
     shapes = [
         {"segmentation": polygon()},
         {"segmentation": polygon(BOX[:2])},
@@ -341,7 +341,7 @@ def test_coco_says_what_it_leaves_out(tmp_path: Path) -> None:
     notes = " | ".join(source.notes)
     assert "1 of 3 images are not under the root and are left out ('2.jpg')" in notes
     assert "1 image has an entry without any object and count as background" in notes
-    assert "1 annotations are of no image" in notes
+    assert "1 annotations refer to no image" in notes
     report = check(source)
     assert report.ok
     assert "1 polygons with fewer than 3 points are left out, in 1 images ('0')" in report.notes
@@ -433,7 +433,7 @@ def test_names_of_files_lead_nowhere_outside(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_read_entry_by_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four megabytes of annotations take a fraction of that: the window, and the places of the entries."""
+    """Four megabytes of annotations need a fraction of that in memory: the window and the places of the entries."""
     monkeypatch.setattr(json_parts, "_CHUNK", 1 << 14)
     monkeypatch.setattr(incseg.data.coco, "MOST_BYTES", 1_000_000)
     root = one_image(tmp_path)
@@ -719,7 +719,7 @@ def test_brush_pngs_alone_are_refused_with_the_remedy(tmp_path: Path) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------
 
 
-def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_images_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     for folder in ("train/cam", "val/cam", "other"):
         photograph(tmp_path / folder / "a.jpg")
     text(tmp_path / "val" / "labels.json", "{}")
@@ -788,7 +788,7 @@ def test_datasets_that_cannot_be_used(make: Callable[[Path], None], message: str
 
 def test_a_folder_of_no_format_and_of_two(tmp_path: Path) -> None:
     one_image(tmp_path)
-    with pytest.raises(UserError, match="no labels that are known; name the format with --data: folder, coco"):
+    with pytest.raises(UserError, match="no labels of a known format; name the format with --data: folder, coco"):
         detect(tmp_path)
     made_coco(tmp_path)
     made_yolo(tmp_path)

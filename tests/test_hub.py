@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def known(self, name: str) -> dict[str, Any] | None:
-        """Return a repository, or answer as the hub does where there is none, or it is not for everybody."""
+        """Return a repository, or the hub's error if there is none or it is private."""
         repo = self.server.repos.get(name)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}" and (repo is None or repo["private"]):
             self.fail(401, "RepoNotFound")
@@ -159,7 +159,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def at_hub(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if HF_ENDPOINT and HF_HOME had been set before huggingface_hub was imported."""
+    """Set HF_ENDPOINT and HF_HOME as if before the import of huggingface_hub."""
     from huggingface_hub import constants
 
     for name, value in {

@@ -1,6 +1,6 @@
 """A DeepLabv3 checkpoint in torchvision's naming becomes a model that decides alike and can be extended.
 
-torchvision is not here: the network below is written anew under its names, and is what trains, saves and is compared.
+torchvision is not installed. The network below is written again with its names, and is trained, saved and compared.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ASPP(nn.Module):
 
 
 class DeepLab(nn.Module):
-    """Names and wiring of torchvision's deeplabv3 on a ResNet-18; the widths are free."""
+    """torchvision's deeplabv3 on a ResNet-18, with its names and wiring; the widths are free."""
 
     def __init__(self, outputs: int, width: int = 16) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def examples(split: Any, count: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def trained() -> DeepLab:
-    """The head trained with softmax on the features of a random backbone, computed once: seconds, not minutes."""
+    """Train the head with softmax on features of a random backbone, computed once: seconds, not minutes."""
     torch.manual_seed(0)
     network = DeepLab(len(CLASSES) + 1)
     images, labels = examples("train", 12)
@@ -196,7 +196,7 @@ def test_with_a_softmax_method_the_scores_are_the_checkpoints(
     torch.testing.assert_close(ours, scores_of(trained, images), rtol=1e-4, atol=1e-4)
 
 
-def test_odds_against_background_are_kept(checkpoint: Path) -> None:
+def test_odds_against_background_do_not_change(checkpoint: Path) -> None:
     softmax = read_deeplab(checkpoint, CLASSES)
     evidential = evidential_from_softmax(softmax, "exp")
     images, _ = examples("val", 2)
@@ -207,7 +207,7 @@ def test_odds_against_background_are_kept(checkpoint: Path) -> None:
 
 
 def test_several_increments_of_a_softmax_model_become_one() -> None:
-    """A model of any softmax method, grown in steps, decides alike when it becomes evidential."""
+    """A model of any softmax method that was grown in steps decides alike when it becomes evidential."""
     torch.manual_seed(1)
     config = ModelConfig("tiny", output_stride=8, width=8, dilations=(1, 2, 3))
     model = Segmenter(config, background_output=True)
@@ -235,7 +235,8 @@ def test_several_increments_of_a_softmax_model_become_one() -> None:
     lead=st.one_of(st.floats(-8, -1e-3), st.floats(1e-3, 8)),
 )
 def test_where_the_decision_is_softmaxs(rectifier: Rectifier, scores: list[float], lead: float) -> None:
-    """Always where a class leads; where background leads, always for one class, else from a margin on."""
+    """The decisions agree wherever a class leads. Where background leads, they agree always for one class, and
+    otherwise from a margin on."""
     d = torch.tensor(scores, dtype=torch.float64)
     d = d - d.max() - lead  # the strongest class is `lead` below background
     size = len(scores)
@@ -249,7 +250,7 @@ def test_where_the_decision_is_softmaxs(rectifier: Rectifier, scores: list[float
 
 
 def test_the_margin_is_sharp_and_bounded() -> None:
-    """All classes equal: the decision turns at the margin, and below it softmax would have said background."""
+    """With equal classes the decision changes at the margin, and below it softmax would predict background."""
     for size in (2, 20, 150):
         margin = math.log(deciding_evidence(size) / size)
         assert 0 < margin < 0.482
@@ -314,7 +315,7 @@ def test_wrong_flags(
 
 
 def test_resnet50_has_torchvisions_names() -> None:
-    """By count and sample: 50 layers with dilation, ASPP at 12, 24, 36, one more convolution."""
+    """Checked by number and sample: 50 layers with dilation, ASPP at 12, 24, 36, one more convolution."""
     from incseg.models.pretrained import _their_name
 
     with torch.device("meta"):
@@ -327,7 +328,7 @@ def test_resnet50_has_torchvisions_names() -> None:
 
 
 def test_imported_models_train(checkpoint: Path) -> None:
-    """The head's dropout works in training and rests in evaluation; gradients reach every part."""
+    """The head's dropout is on in training and off in evaluation; gradients reach every part."""
     model = evidential_from_softmax(read_deeplab(checkpoint, CLASSES), "exp_sigmoid")
     images, _ = examples("val", 2)
     with torch.no_grad():

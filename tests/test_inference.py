@@ -1,4 +1,4 @@
-"""Prediction for people: images of every kind and size, tiles, model paths, drawings, and the command."""
+"""Prediction: images of every kind and size, tiles, model paths, drawings, and the command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLOURS = [[0, 0, 0], [200, 30, 30], [30, 200, 30], [30, 30, 200], [9, 9, 9]]
 
 
 def save_model(path: Path, method: str = "evidential", steps: int = 2) -> Path:
-    """A random model whose classes are learnt in the order 7 2, 5, decisive enough to predict several."""
+    """Save a random model with classes learnt in the order 7 2, 5, which predicts several of them."""
     torch.manual_seed(3)
     config = ModelConfig("tiny", output_stride=STRIDE, width=16, dilations=(1, 2, 3))
     model = Segmenter(config, background_output=method != "evidential")
@@ -68,7 +68,7 @@ def predictor(model_file: Path) -> Predictor:
 
 
 def picture(width: int = 64, height: int = 48, seed: int = 0) -> Image.Image:
-    """Smooth random colours."""
+    """Return smooth random colours."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -109,7 +109,7 @@ def test_result_is_the_methods_rule_on_upsampled_logits(tmp_path, method):
 
 
 def test_code_is_imported_only_when_the_user_names_it(tmp_path, monkeypatch):
-    """A model file that names a module must not get it imported by being opened."""
+    """Opening a model file that names a module must not import it."""
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     model, about = load_segmenter(save_model(tmp_path / "m.safetensors"))
@@ -311,7 +311,7 @@ def test_a_prediction_is_given_up_at_its_deadline(predictor):
 
 @pytest.mark.parametrize("scale", [1e38, 1e30])
 def test_a_model_whose_scores_are_not_finite_is_refused(tmp_path, scale, capsys):
-    """Its weights are finite, and the command ended with exit 0."""
+    """Its weights are finite, and the command used to end with exit code 0."""
     model, about = load_segmenter(save_model(tmp_path / "m.safetensors"))
     with torch.no_grad():
         model.aspp.mix.weight.mul_(scale)
@@ -324,7 +324,7 @@ def test_a_model_whose_scores_are_not_finite_is_refused(tmp_path, scale, capsys)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 def test_memory_is_bounded_for_thin_images(model_file, tmp_path):
-    """Measured in a process of its own: 64 million pixels in one row took 20 GB."""
+    """Measured in its own process: 64 million pixels in one row took 20 GB."""
     Image.new("L", (64_000_000, 1)).save(tmp_path / "refused.png")
     Image.new("L", (100_000, 20)).save(tmp_path / "taken.png")
     code = (  # the peak of this process alone: ru_maxrss begins with that of the process that started it
@@ -376,7 +376,8 @@ def test_large_images_are_in_memory_one_at_a_time(model_file, tmp_path, monkeypa
 
 @pytest.fixture
 def local_predictor(model_file: Path) -> Predictor:
-    """Without the head's mean over the image: the backbone sees 6 positions around, the head 3 more."""
+    """Return a predictor without the head's mean over the image: the backbone sees 6 positions around, the head 3
+    more."""
     predictor = load(model_file, device="cpu")
     torch.nn.init.zeros_(predictor.model.aspp.pool_mix.weight)
     return predictor
@@ -396,7 +397,7 @@ def test_tiles_agree_with_the_whole(local_predictor):
 
 
 def test_tiles_are_exact_where_edges_are_out_of_sight(local_predictor):
-    """With a silent quarter of the overlap, 6 positions, as wide as what a position sees, tiles change nothing."""
+    """If the outer 6 positions of the overlap, as wide as the receptive field, have no weight, tiles change nothing."""
     for branch in local_predictor.model.aspp.branches[1:]:
         torch.nn.init.zeros_(branch.weight)
     image = picture(1000, 600)
@@ -423,7 +424,7 @@ def test_too_small_tile(predictor):
 
 
 def test_many_images_are_predicted_as_each_alone(predictor, tmp_path):
-    """Of several sizes; as files, Pillow images, arrays and tensors; as a list, a folder and an iterator."""
+    """Images of several sizes, as files, Pillow images, arrays and tensors, in a list, a folder and an iterator."""
     pictures = [picture(64, 48, seed=1), picture(50, 70, seed=2), picture(31, 90, seed=3)]
     files = [tmp_path / f"{name}.png" for name in "abc"]
     for file, image in zip(files, pictures, strict=True):
@@ -688,7 +689,7 @@ def test_out_of_memory_skips_the_image(model_file, tmp_path, capsys, monkeypatch
 
 
 def test_results_keep_the_order_of_the_files(model_file, tmp_path, monkeypatch):
-    """Also where the first takes longest to write and one between them is broken."""
+    """Also if the first one takes longest to write and another one is broken."""
     (tmp_path / "in").mkdir()
     for index in range(7):
         picture(seed=index).save(tmp_path / "in" / f"{index}.png")
@@ -739,7 +740,7 @@ def test_few_images_are_in_memory_at_once(model_file, tmp_path, monkeypatch, fla
     assert max(waiting for _, waiting in most) <= (1 if flags else command._AHEAD + 1)
 
 
-def test_names_stay_distinct_and_inside(tmp_path):
+def test_names_are_distinct_and_inside_the_folder(tmp_path):
     long = "é" * 120
     files = [Path("a/x.png"), Path("b/x.png"), Path("b/X.jpg"), Path("x_2.png"), Path("...png"), Path(f"{long}.png")]
     taken: set[str] = set()

@@ -1,4 +1,5 @@
-"""The loop: a model labels images for a tool, the most uncertain first; what the tool gives back is learnt from."""
+"""The labelling loop: a model labels images for a tool, the most uncertain first, and learns from the corrected
+labels."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
-    """Two folders with images of one name, awkward names, and one that is broken."""
+    """Write two folders with images of one name, awkward names, and one broken image."""
     for i, name in enumerate(["a/one.png", "b/one.jpg", "a/with blank.png", "a/50%.png", "a/new\nline.png"]):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         picture(60 + i, 48, seed=i).save(tmp_path / "in" / name)
@@ -113,7 +114,7 @@ def test_wrong_options(
 
 
 def test_an_image_is_uncertain_where_its_pixels_cannot_decide() -> None:
-    """An image without any object is all background, u = 1, and sure of it."""
+    """An image without any object is all background with u = 1, which is certain."""
     nothing, object_, torn = np.ones((4, 4)), np.zeros((4, 4)), np.full((4, 4), 0.5)
     assert [image_uncertainty(u, is_background=True) for u in (nothing, object_, torn)] == [0, 0, 1]
     assert [image_uncertainty(u, is_background=False) for u in (nothing, object_, torn)] == [1, 0, 0.5]

@@ -42,7 +42,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    """incseg.data.voc → data; the package itself, which holds the version, is __init__."""
+    """Return the room of a module: incseg.data.voc → data. The package itself, which has the version, is __init__."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -57,7 +57,7 @@ def is_module(name: str) -> bool:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import of our own, also those inside functions."""
+    """Yield (line, module) of every import of our own, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -100,7 +100,7 @@ def test_imports_go_downward(path: Path) -> None:
 
 
 def test_the_package_itself_imports_nothing_at_once() -> None:
-    """A version look-up must not wait for torch."""
+    """Reading the version must not wait for torch."""
     body = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8")).body
     at_once = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert {getattr(node, "module", None) for node in at_once} <= {"__future__", "typing"}

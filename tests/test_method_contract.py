@@ -1,4 +1,4 @@
-"""What every method keeps to, those of the package and one from outside: losses, prediction, state, whole runs."""
+"""The contract of every method, those of the package and one from outside: losses, prediction, state, whole runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,13 @@ class Tempered(Method):
 INFO = DatasetInfo("toy", ("ant", "bee", "cow", "doe"))
 TASK = "ant,bee/cow/doe"  # two classes, then one, then one
 SIZE = 24
-DISTILS_NEW_OUTPUTS = ("mib", "plop")  # background or new is what the teacher calls background, at void pixels too
+DISTILS_NEW_OUTPUTS = (
+    "mib",
+    "plop",
+    "sdr",
+)  # background or new is what the teacher calls background, at void pixels too
+
+OPTIONS: dict[str, dict[str, Any]] = {"sdr": {"lambda_kd": 1.0}}  # with its 100, distillation outweighs any one batch
 
 
 def steps_of(name: str) -> tuple[Step, ...]:
@@ -96,7 +102,7 @@ CASES = [(name, index) for name in (*METHODS, OUTSIDE) for index in range(len(st
 
 @pytest.fixture(autouse=True)
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of the user's own on the path."""
+    """Put a package of the user's own on the path."""
     monkeypatch.setenv(TRUSTED, OUTSIDE)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "__init__.py").write_text("")
@@ -107,19 +113,19 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Averaging(Alone):
-    """A process that averages in its own way."""
+    """A process with its own average."""
 
     def __init__(self, mean: Callable[[Tensor], Tensor]) -> None:
         self.mean = mean  # type: ignore[method-assign]
 
 
 class Scene:
-    """A method in the middle of a step: the grown model, its teacher, and batches of any labels."""
+    """A method in the middle of a step: the grown model, its teacher, and batches with any labels."""
 
     def __init__(self, name: str, index: int, mean: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         torch.manual_seed(0)
         self.name = name
-        self.method = build_method({"name": name})
+        self.method = build_method({"name": name, **OPTIONS.get(name, {})})
         config = ModelConfig("tiny", output_stride=8, width=16, dilations=(1, 1, 1), norm="group")
         self.model = Segmenter(config, self.method.background_output)
         self.teacher: Segmenter | None = None
@@ -163,7 +169,7 @@ class Scene:
         return self.losses_of(self.method, batch, *self.forward(batch))
 
     def losses_of(self, method: Method, batch: Batch, out: Output, teacher: Output | None) -> dict[str, Tensor]:
-        """As the trainer asks for them."""
+        """Return the losses as the trainer requests them."""
         method.before_update(lambda of: self.context.processes.mean(of(batch, out, teacher)), self.step)
         return normalised(method.losses(batch, out, teacher, self.step), batch)
 
@@ -235,7 +241,7 @@ def test_a_batch_of_void_teaches_no_class(scene: Scene) -> None:
 
 
 class Meeting:
-    """Two processes of a run, as threads: each gets the mean of what both bring; before it opens, its own."""
+    """Two processes of a run, as threads. Each gets the mean of both values or, before both run, its own."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -253,8 +259,8 @@ class Meeting:
 
 
 def test_the_loss_is_a_mean_over_the_global_batch(scene: Scene, request: pytest.FixtureRequest) -> None:
-    """Halves of a batch, each with the mean of both halves' counts, average to the whole, and so do their gradients:
-    what DDP relies on."""
+    """Two halves of a batch, each with the mean counts of both halves, average to the whole batch, and so do their
+    gradients. DDP relies on this."""
     name, index = request.node.callspec.params["scene"]
     whole, meeting = scene.mixed(), Meeting()
     processes = [Scene(name, index, partial(meeting.mean, rank)) for rank in range(2)]
@@ -363,7 +369,7 @@ def test_the_state_survives(scene: Scene) -> None:
 
 @pytest.mark.parametrize("name", [*METHODS, OUTSIDE])
 def test_a_whole_run(name: str, tmp_path: Path) -> None:
-    """One class per step, to the end, and evaluated again to the same row."""
+    """One class per step, to the end, then evaluated again with the same row."""
     config = small_config(tmp_path / "run", task="8-1", method={"name": name}, train={"epochs": 1})
     train(config)
     rows = rows_of(config.folder)
@@ -377,7 +383,7 @@ REPLAY = {"generator": "small_runs:noise", "replay_images": 2}
 RUNS: dict[str, dict[str, Any]] = {name: {"method": {"name": name}} for name in METHODS} | {
     "analytic": {"method": {"name": "analytic", "columns": 24}},  # fewer than there are cells
     **{f"{name}-ewf": {"method": {"name": name}, "train": {"fusion": "ewf"}} for name in ("mib", "rw", "evidential")},
-    "sdr-mib": {"method": {"name": "sdr", "output": "mib"}},
+    **{f"sdr-{output}": {"method": {"name": "sdr", "output": output}} for output in ("mib_ce", "kd")},
     "recall-replay": {"method": {"name": "recall", "helper_epochs": 1, **REPLAY}},
     "evidential-all": {"method": {"name": "evidential", "pseudo_labels": 0.9, "pod": 0.01, **REPLAY}},
 }
@@ -385,7 +391,8 @@ HALF = {"evidential-bfloat16": {"method": {"name": "evidential"}, "precision": "
 
 
 def tiny_config(folder: Path, case: dict[str, Any], **changes: Any) -> RunConfig:
-    """Six classes in two updates, then four in three; batches that two processes cannot halve."""
+    """Return a configuration of six classes in two updates, then four in three, with batches that two processes cannot
+    halve."""
     own: dict[str, Any] = {
         "task": "6-4",
         "data": {"train_size": 16, "val_size": 4, "image_size": 32},
@@ -400,7 +407,7 @@ def tiny_config(folder: Path, case: dict[str, Any], **changes: Any) -> RunConfig
 
 @pytest.mark.parametrize("case", [*RUNS, *HALF])
 def test_a_resumed_run_equals_an_uninterrupted_one(case: str, tmp_path: Path) -> None:
-    """Stopped in the middle of every step, and once more between the last one's training and its test."""
+    """Stopped in the middle of every step, and once more between training and test of the last step."""
     whole, parts = whole_and_parts(tmp_path, (RUNS | HALF)[case])
     last = len(rows_of(whole.folder)) - 1
     for step in range(last + 1):
@@ -416,7 +423,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case: str, tmp_path: Path) ->
 
 
 def whole_and_parts(folder: Path, case: dict[str, Any]) -> tuple[RunConfig, RunConfig]:
-    """A finished run, and the same one before its beginning, with a checkpoint after every update."""
+    """Return a finished run, and the same run before its start, with a checkpoint after every update."""
     whole = tiny_config(folder / "whole", case)
     train(whole)
     return whole, tiny_config(folder / "parts", case, train={"checkpoint_seconds": 0.0})
@@ -433,7 +440,7 @@ def checkpoint_of(config: RunConfig) -> Any:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model and teacher give bfloat16, and what is learnt from it are finite float32 weights."""
+    """Model and teacher return bfloat16, and training gives finite float32 weights."""
     given = set()
     losses = METHODS[name].losses
 
@@ -457,8 +464,8 @@ def test_a_run_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert reevaluated_row(config.folder) == rows[-1]
 
 
-def test_float16_goes_on_with_the_scale_it_had(tmp_path: Path) -> None:
-    """ILT's gradients overflow at first; a run that forgot how far the scale was lowered would lose updates again."""
+def test_float16_resumes_with_its_scale(tmp_path: Path) -> None:
+    """ILT's gradients overflow at first. A run that forgot the lowered scale would lose updates again."""
     case = {"method": {"name": "ilt"}, "precision": "float16", "train": {"epochs_later": 6}}
     whole, parts = whole_and_parts(tmp_path, case)
     assert rows_of(whole.folder)[1]["gradient"]["mean_norm"] > 0, "in the end an update did not overflow"
@@ -469,7 +476,8 @@ def test_float16_goes_on_with_the_scale_it_had(tmp_path: Path) -> None:
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """Losses, models and states; group norm, as the statistics of a batch norm are each process's own."""
+    """Losses, models and states agree. With group norm, because the statistics of a batch norm are of each process
+    alone."""
     alone, both = (
         {case: tiny_config(tmp_path / f"{case}-{who}", RUNS[case], model={"norm": "group"}) for case in RUNS}
         for who in ("alone", "both")
@@ -483,7 +491,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What is not the same in two runs, but for rounding."""
+    """Return what differs between two runs beyond rounding."""
     found = []
     for step, (row, other_row) in enumerate(zip(rows_of(one), rows_of(other), strict=True)):
         # POD starts at the teacher, where rounding decides the direction of its norm's gradient

@@ -1,4 +1,4 @@
-"""Model files: round trip, and one clear line for every way in which a file can be wrong."""
+"""Model files: round trip, and one clear line for every fault of a file."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_tensors_that_do_not_fit_the_description_are_named(path: Path) -> None:
 
 
 def edited(path: Path, **changes: Any) -> Path:
-    """The file with other values in its metadata; a callable gets the old value."""
+    """Return the file with other values in its metadata; a callable gets the old value."""
     about = metadata_of(path)
     return rewrite(path, **{key: json.dumps(change(json.loads(about[key]))) for key, change in changes.items()})
 
@@ -228,7 +228,7 @@ def edited(path: Path, **changes: Any) -> Path:
     ],
 )  # fmt: skip
 def test_descriptions_are_checked_before_anything_is_made(path: Path, changes: Any, said: str) -> None:
-    """Some of these took all memory, or minutes, before they were refused."""
+    """Some of these used to take all memory, or minutes, before they were refused."""
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     changes = {"shrinks": lambda s: s, **changes} if "shrinks" in metadata_of(path) else changes
     line = refusal(edited(path, **changes))

@@ -141,7 +141,7 @@ def test_one_convolution_equals_separate_classifiers() -> None:
     torch.testing.assert_close(out.logits, separate)
 
 
-def test_a_model_without_classes_says_so() -> None:
+def test_a_model_without_classes_is_refused() -> None:
     model = Segmenter(SMALL, background_output=True)
     assert (model.num_classes, model.num_outputs) == (0, 0)
     with pytest.raises(RuntimeError, match="call grow first"):
@@ -217,12 +217,12 @@ def test_building_warns_of_a_frozen_random_backbone() -> None:
     assert len(lines) == 1
 
 
-def test_building_tells_of_a_random_backbone() -> None:
+def test_building_warns_about_a_random_backbone() -> None:
     lines: list[str] = []
     for backbone in ("resnet18", "efficientnet-lite0", "tiny"):
         build_segmenter(replace(SMALL, backbone=backbone), False, lines.append)
-    told = "has no pretrained weights and learns from random ones; give --model.weights"
+    text = "has no pretrained weights and learns from random ones; give --model.weights"
     assert lines == [
-        f"note: resnet18 {told} a file (.pth, .pt or .safetensors)",
-        f"note: efficientnet-lite0 {told} imagenet or a file (.pth, .pt or .safetensors)",
+        f"note: resnet18 {text} a file (.pth, .pt or .safetensors)",
+        f"note: efficientnet-lite0 {text} imagenet or a file (.pth, .pt or .safetensors)",
     ]

@@ -1,4 +1,4 @@
-"""The notebook runs as it is, and is committed without outputs."""
+"""The notebook runs unchanged, and is committed without outputs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from incseg.data.outlines import Ring, area, fill, fill_all, outlines, pixels_of
 
 
 def filled(rings: list[Ring], size: tuple[int, int]) -> np.ndarray:
-    """How many of the polygons cover each pixel."""
+    """Return the number of polygons that cover each pixel."""
     found = np.zeros(size[::-1], dtype=int)
     for ring in rings:
         left, top, pixels = fill(ring, *size)
@@ -21,7 +21,7 @@ def filled(rings: list[Ring], size: tuple[int, int]) -> np.ndarray:
 
 
 def naive(ring: Ring, size: tuple[int, int]) -> np.ndarray:
-    """Every pixel alone: a ray from its centre to the left crosses the outline an odd number of times."""
+    """Test every pixel alone: a ray from its centre to the left crosses the outline an odd number of times."""
     found = np.zeros(size[::-1], dtype=bool)
     for row, column in np.ndindex(found.shape):
         x, y = column + 0.5, row + 0.5
@@ -33,7 +33,7 @@ def naive(ring: Ring, size: tuple[int, int]) -> np.ndarray:
 
 @given(arrays(bool, st.tuples(st.integers(1, 9), st.integers(1, 9))))
 def test_outlines_give_back_exactly_the_same_pixels(pixels: np.ndarray) -> None:
-    """Parts that touch at corners, holes, holes in parts in holes: each pixel is in one polygon or in none."""
+    """Parts that touch at corners, holes, parts in holes: each pixel is in one polygon or in none."""
     rings = outlines(pixels)
     assert np.array_equal(filled(rings, pixels.shape[::-1]), pixels.astype(int))
     assert sum(area(ring) for ring in rings) == pixels.sum()
@@ -45,7 +45,7 @@ def test_fill_is_the_even_odd_rule_at_centres(ring: Ring) -> None:
 
 
 def test_a_line_there_and_back_cancels_in_any_direction() -> None:
-    """Ultralytics joins the parts of an object so; the line must not show."""
+    """Ultralytics joins the parts of an object with such a line, and it must not be visible."""
     generator = np.random.default_rng(0)
     square, hole = np.array([[2, 2], [38, 2], [38, 38], [2, 38.0]]), np.array([[9, 9], [9, 30], [30, 30], [30, 9.0]])
     for _ in range(50):
@@ -94,7 +94,8 @@ def test_hostile_polygons_take_neither_time_nor_memory() -> None:
 
 
 def text_of(runs: list[int]) -> str:
-    """The packing of COCO, written from its description: differences, five bits a character, the sign in the last."""
+    """Pack runs like COCO, written from its description: differences, five bits per character, the sign in the last
+    one."""
     text = ""
     for i, run in enumerate(runs):
         value = run - runs[i - 2] if i > 2 else run

@@ -1,4 +1,4 @@
-"""What pyproject.toml declares is what the code imports."""
+"""pyproject.toml declares exactly what the code imports."""
 
 from __future__ import annotations
 

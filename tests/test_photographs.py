@@ -1,6 +1,6 @@
-"""Every command that takes a user's images, on photographs: large, of odd and different sizes, of many formats.
+"""Every command that reads a user's images, on photographs: large, of odd and different sizes, of many formats.
 
-Other tests use small pictures that fit into one strip of rows. Here the strips of two models differ, as they do in use.
+Other tests use small pictures that fit into one strip of rows. Here the strips of two models differ, as in practice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FROZEN = ("--model.freeze_backbone", "true", "--train.scale", "null")
 
 
 def photograph(size: tuple[int, int], num_classes: int, seed: int) -> tuple[Image.Image, Image.Image]:
-    """A smooth field of colour with an object of each class, and its mask."""
+    """Return a smooth field of colour with an object of each class, and its mask."""
     generator = np.random.default_rng(seed)
     field = Image.fromarray(generator.integers(40, 200, (4, 5, 3), dtype=np.uint8)).resize(
         size, Image.Resampling.BICUBIC
@@ -68,7 +68,7 @@ def photograph(size: tuple[int, int], num_classes: int, seed: int) -> tuple[Imag
 
 
 def save_photograph(image: Image.Image, file: Path) -> None:
-    """In the format of its suffix, and in the mode that its name says."""
+    """Save in the format of the suffix and in the mode in the name."""
     stem = file.stem
     if stem == "turned":  # the camera was held upright: pixels lie on their side and EXIF says so
         orientation = Image.Exif()
@@ -115,7 +115,7 @@ def assert_knows(run: Path, classes: list[str]) -> None:
 
 
 def assert_predicted(out: Path, images: Path, count: int) -> None:
-    """A mask, an uncertainty map and an overlay for each photograph, at its size as a viewer shows it."""
+    """Assert a mask, an uncertainty map and an overlay for each photograph, at its size as viewers show it."""
     about = json.loads((out / "predictions.json").read_text())
     assert (len(about["images"]), about["skipped"]) == (count, [])
     ids = {one["id"] for one in about["classes"]}
@@ -129,7 +129,7 @@ def assert_predicted(out: Path, images: Path, count: int) -> None:
 
 
 def assert_reported(page: Path) -> None:
-    """The pictures of every model are there: none was left out for an error."""
+    """Assert that the pictures of all models are there and none was left out for an error."""
     text = page.read_text(encoding="utf-8")
     for reason in ("are left out:", "Left out:", "No pictures of"):
         assert reason not in text, text[text.index(reason) :][:300]
@@ -138,7 +138,7 @@ def assert_reported(page: Path) -> None:
 
 
 def assert_answered(run: Path, photograph: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo's page takes a photograph and gives an answer of the right shape."""
+    """Assert that the demo's page answers a photograph with arrays of the right shape."""
     heads = []
 
     def post(url: str) -> None:
@@ -159,7 +159,7 @@ def assert_answered(run: Path, photograph: Path, size: tuple[int, int], capsys: 
 
 @dataclass(frozen=True)
 class Chain:
-    """old: classes that the first model learns. new: how many each extension adds."""
+    """old: classes of the first model. new: number of classes that each extension adds."""
 
     old: int
     new: tuple[int, int]
@@ -171,7 +171,8 @@ class Chain:
 
     @property
     def classes(self) -> list[str]:
-        """In the order of learning: the last of the dataset first, so that ids of models are not the dataset's."""
+        """The classes in the order of learning: the last of the dataset first, so that model ids differ from dataset
+        ids."""
         return class_names(self.old + sum(self.new))[::-1]
 
     def learnt(self, extensions: int) -> list[str]:
@@ -181,7 +182,7 @@ class Chain:
         return ",".join(self.learnt(extension + 1)[len(self.learnt(extension)) :])
 
     def strips(self, num_classes: int) -> int:
-        """Height of the strips of rows in which a test image (or a batch of them) is predicted."""
+        """Return the height of the strips of rows in which a test image, or a batch of them, is predicted."""
         images, width = (4, self.eval_size) if self.eval_size else (1, 640)
         return STRIP_ELEMENTS // (images * num_classes * width)
 
@@ -228,7 +229,7 @@ def test_from_training_to_the_report(chain: Chain, tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with photos/, first/ (two classes) and second/ (three)."""
+    """Write a folder with photos/, first/ (two classes) and second/ (three)."""
     place = tmp_path_factory.mktemp("made")
     photos = make_photographs(place / "photos", 3)
     with pytest.MonkeyPatch.context() as patch:
@@ -241,7 +242,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_model_sees_classes(made: Path, tmp_path: Path) -> None:
-    """Else the tests here would compare background with background."""
+    """Otherwise the tests here would compare background with background."""
     image = str(made / "photos" / "images" / "a.jpg")
     assert main(["predict", str(made / "second"), image, "--out", str(tmp_path / "seen"), "--threads", "1"]) == 0
     with Image.open(tmp_path / "seen" / "a_mask.png") as mask:
@@ -251,7 +252,7 @@ def test_the_model_sees_classes(made: Path, tmp_path: Path) -> None:
 def test_check_and_export_of_photographs(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every format is read, and what is exported is the same dataset."""
+    """Every format is read, and the exported dataset is the same."""
     monkeypatch.chdir(tmp_path)  # where the contact sheets go
     photos = made / "photos"
     assert main(["data", "check", "--data", "folder", "--root", str(photos)]) == 0
@@ -289,7 +290,7 @@ def test_the_onnx_file_predicts_the_same_masks(made: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "size"), [("b.jpg", TRAIN["b.jpg"]), ("turned.jpg", TEST["turned.jpg"])])
-def test_the_demo_takes_photographs(
+def test_the_demo_predicts_photographs(
     made: Path, name: str, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_answered(made / "second", made / "photos" / "images" / name, size, capsys)
@@ -303,7 +304,7 @@ def test_runs_side_by_side(made: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_photographs_that_have_moved(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The remedy is named, it works, and another number of test images is noticed."""
+    """The error names the remedy, which works; a different number of test images is reported."""
     run, photos = tmp_path / "second", tmp_path / "moved"
     shutil.copytree(made / "second", run)
     shutil.copytree(made / "photos", photos)
@@ -351,7 +352,7 @@ def test_a_photograph_of_twelve_megapixels(made: Path, tmp_path: Path) -> None:
 
 
 def real_photographs(ccp: Path, root: Path, count: int = 12) -> Path:
-    """Some photographs of people and their clothes, enlarged to the size of a camera's, each to another."""
+    """Return photographs of people and their clothes, each enlarged to the size of another camera."""
     for folder in ("images", "masks"):
         (root / folder).mkdir(parents=True)
     for index, file in enumerate(sorted((ccp / "images").iterdir())[:count]):
@@ -365,7 +366,7 @@ def real_photographs(ccp: Path, root: Path, count: int = 12) -> Path:
 
 
 def shown_classes(root: Path, least: int) -> list[str]:
-    """The classes that at least so many training images show, most frequent first."""
+    """Return the classes that at least this number of training images show, most frequent first."""
     source = Folder(root)
     ids = [
         i for index in range(len(source.names("train"))) for i in set(np.unique(source.mask("train", index))) - {0, 255}
@@ -377,7 +378,7 @@ def shown_classes(root: Path, least: int) -> list[str]:
 def test_real_photographs(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """CCP from end to end, then classes of Pascal VOC come to the same model."""
+    """CCP from end to end; then classes of Pascal VOC are added to the same model."""
     if not (shared / "ccp").is_dir():
         pytest.skip("no ccp in ../shared/data")
     monkeypatch.chdir(tmp_path)

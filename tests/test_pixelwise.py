@@ -1,4 +1,4 @@
-"""Strip by strip equals all at once: values and gradients of `pixelwise`, and how little it holds."""
+"""Losses in strips equal losses at once: values and gradients of `pixelwise`, and its low memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ NUM_OLD, NUM_CLASSES = 2, 5
 
 
 def evidential_terms(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> dict[str, PixelTerm]:
-    """A real loss of three terms that differ in size and in what they are means over; the first is scaled already."""
+    """Return a real loss of three terms with different sizes and different pixels to average over; the first is scaled
+    already."""
     foreground, background = evidential_cross_entropy(logits, labels)
     terms: dict[str, PixelTerm] = {"new": PixelSum(0.01 * foreground.sum() + 0.02 * background.sum())}
     if teacher is not None:
@@ -59,7 +60,7 @@ def in_strips(loss: PixelLoss, logits: Tensor, labels: Tensor, teacher: Tensor |
 
 
 def example(size: tuple[int, int, int, int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits with gradient, labels, teacher's logits of fewer channels."""
+    """Return logits with gradient, labels, and the teacher's logits with fewer channels."""
     low_height, low_width, height, width = size
     generator = torch.Generator().manual_seed(sum(size))
     logits = 3 * torch.randn(2, NUM_CLASSES, low_height, low_width, dtype=dtype, generator=generator)
@@ -120,7 +121,7 @@ def test_terms_may_be_weighted_or_dropped(
 
 
 def test_a_common_factor_scales_the_gradient() -> None:
-    """As a gradient scaler does."""
+    """A gradient scaler applies such a factor."""
     logits, labels, teacher = example((4, 5, 16, 20))
     terms = in_strips(evidential_terms, logits, labels, teacher)
     (gradient,) = torch.autograd.grad(torch.stack(list(terms.values())).sum() * 1024, logits)
@@ -137,7 +138,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.gradcheck(terms, logits)
 
 
-def test_gradient_goes_on_into_the_network() -> None:
+def test_the_gradient_reaches_the_network() -> None:
     logits, labels, _ = example((3, 4, 9, 10))
     weight = torch.randn(NUM_CLASSES, NUM_CLASSES, 1, 1, dtype=torch.float64, requires_grad=True)
     through = [
@@ -215,7 +216,7 @@ def test_a_term_that_does_not_depend_on_the_logits_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("limit", [1, 300, 1000, 5000, 10**9])
 def test_no_strip_is_larger_than_allowed(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips cover every row once, in order, and hold at most STRIP_ELEMENTS values, or one row."""
+    """Strips cover every row once, in order, and have at most STRIP_ELEMENTS values, or one row."""
     monkeypatch.setattr(module, "STRIP_ELEMENTS", limit)
     logits, _, teacher = example((4, 5, 23, 19))
     labels = torch.arange(23).view(1, 23, 1).expand(2, 23, 19)  # each label tells its row
@@ -311,7 +312,7 @@ def test_matrices_made_in_inference_mode_serve_training_too() -> None:
 
 @pytest.mark.parametrize("size", [(360, 480), (481, 641), (97, 1203)])
 def test_strips_of_two_models_are_the_same_rows(size: tuple[int, int]) -> None:
-    """A model with more classes has thinner strips; side by side both have those, and the values of their own."""
+    """A model with more classes has thinner strips. Side by side both have these, with the values of their own."""
     few, many = torch.randn(4, 6, 23, 30), torch.randn(4, 8, 23, 30)
     assert [rows for rows, _ in row_strips(few, size)] != [rows for rows, _ in row_strips(many, size)]
     together = list(row_strips_of_all([few, many], size))

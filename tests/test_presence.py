@@ -1,4 +1,4 @@
-"""The class-presence index: its text format, its cache, and the field's own lists."""
+"""The class-presence index: its text format, its cache, and published lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/d
 
 
 class Masks(Source):
-    """Masks from memory that counts how many were read."""
+    """A source with masks in memory that counts how many were read."""
 
     info = DatasetInfo("masks", ("cat", "dog", "bird"))
 
@@ -88,7 +88,7 @@ def test_names_with_blanks_survive(tmp_path: Path) -> None:
         ("a 0\nb 3\n", r"p\.txt:2: '3' is not a class; ids run from 0.* to 2"),
         ("a -1\n", r"p\.txt:1: '-1' is not a class"),
         ("a cat\n", r"p\.txt:1: 'cat' is not a class"),
-        ("a 0\nb 1\na 1\n", r"p\.txt:3: 'a' comes twice"),
+        ("a 0\nb 1\na 1\n", r"p\.txt:3: 'a' is listed twice"),
         ("\n", r"p\.txt: it is empty"),
     ],
 )
@@ -100,32 +100,33 @@ def test_bad_lines_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 def test_computed_once_then_cached(tmp_path: Path) -> None:
     source, calls = Masks(MASKS), []
-    first = presence_of(source, "train", cache_dir=tmp_path / "c", workers=3, progress=lambda *call: calls.append(call))
+    first = presence_of(source, "train", progress=lambda *call: calls.append(call))
     assert first == Presence(tuple(source.names("train")), CLASSES)
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert presence_of(source, "train", cache_dir=tmp_path / "c") == first
+    assert presence_of(source, "train") == first
     assert source.reads == 4
-    presence_of(source, "val", cache_dir=tmp_path / "c")
-    presence_of(Masks(MASKS[:2], key="other"), "train", cache_dir=tmp_path / "c")
+    presence_of(source, "val")
+    presence_of(Masks(MASKS[:2], key="other"), "train")
     assert source.reads == 8
-    assert len(list((tmp_path / "c").iterdir())) == 3
+    assert len(list(cache_path("presence").iterdir())) == 3
 
 
 def test_a_damaged_cache_is_computed_again(tmp_path: Path) -> None:
     source = Masks(MASKS)
-    first = presence_of(source, "train", cache_dir=tmp_path)
-    (cached,) = tmp_path.iterdir()
+    first = presence_of(source, "train")
+    (cached,) = cache_path("presence").iterdir()
     for damage in ("", "image 0\t0\n", "image 0\t77\n"):
         cached.write_text(damage)
-        assert presence_of(source, "train", cache_dir=tmp_path) == first
+        assert presence_of(source, "train") == first
     assert source.reads == 16
-    assert presence_of(source, "train", cache_dir=tmp_path) == first
+    assert presence_of(source, "train") == first
     assert source.reads == 16
 
 
-def test_an_unwritable_cache_does_not_matter(tmp_path: Path) -> None:
+def test_an_unwritable_cache_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert presence_of(Masks(MASKS), "train", cache_dir=tmp_path / "file" / "sub").classes == CLASSES
+    monkeypatch.setenv("INCSEG_CACHE", str(tmp_path / "file" / "sub"))
+    assert presence_of(Masks(MASKS), "train").classes == CLASSES
 
 
 def test_cache_folder_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +141,9 @@ def test_cache_folder_from_the_environment(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_source_that_knows_its_classes_is_not_decoded(tmp_path: Path) -> None:
     source = KnownMasks(MASKS)
-    assert presence_of(source, "train", cache_dir=tmp_path).classes == ((3,),) * 4
+    assert presence_of(source, "train").classes == ((3,),) * 4
     assert source.reads == 0
-    assert not list(tmp_path.iterdir())
+    assert not cache_path("presence").exists()
 
 
 def test_a_wrong_mask_stops_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +152,8 @@ def test_a_wrong_mask_stops_with_its_error(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Masks, "mask", broken)
     with pytest.raises(UserError, match="mask 0 is bad"):
-        presence_of(Masks(MASKS), "train", cache_dir=tmp_path)
-    assert not list(tmp_path.iterdir())
+        presence_of(Masks(MASKS), "train")
+    assert not cache_path("presence").exists()
 
 
 def test_stopping_does_not_wait_for_the_rest() -> None:
@@ -162,7 +163,7 @@ def test_stopping_does_not_wait_for_the_rest() -> None:
         begun.append(index)
         time.sleep(0.01)
 
-    results = in_threads(read, 3000, 2, None)
+    results = in_threads(read, 3000, None)
     next(results)
     results.close()
     assert len(begun) < 1500

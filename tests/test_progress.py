@@ -1,4 +1,4 @@
-"""What a person sees: lines, tables and progress by logging, on a screen and in a file, from one process only."""
+"""Console output: lines, tables and progress by logging, on a screen and in a file, from one process only."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_named_tasks_learn_every_class_once(info, task):
         assert set(sizes[1:]) == {increment}
 
 
-def test_a_step_tells_old_new_seen_future_and_names():
+def test_a_step_has_old_new_seen_future_and_names():
     first, second, third = Protocol(TOY, "2-2", "overlapped").steps
     assert (first.old, first.new, first.seen, first.future) == ((), (1, 2), (1, 2), (3, 4, 5))
     assert (second.old, second.new, second.seen, second.future) == ((1, 2), (3, 4), (1, 2, 3, 4), (5,))
@@ -201,7 +201,7 @@ def test_joint_setting_makes_one_step_and_remembers_the_groups():
         (DatasetInfo("toy", tuple(map(str, range(254)))), "joint", {}, "254 classes; 1 to 253"),
     ],
 )
-def test_errors_say_what_came_and_what_is_allowed(info, task, changes, message):
+def test_errors_name_what_came_and_what_is_allowed(info, task, changes, message):
     with pytest.raises(UserError, match=message) as caught:
         Protocol(info, task, **{"setting": "overlapped"} | changes)
     assert "\n" not in str(caught.value)
@@ -312,7 +312,7 @@ def test_disjoint_leaves_out_images_with_a_class_that_is_never_learnt():
 
 
 def test_pseudo_disjoint_by_hand():
-    """The rarer class takes the shared image; in a tie the first class does, and the next image the other."""
+    """The rarer class gets the shared image. In a tie the first class does, and the other class the next image."""
     info = DatasetInfo("ade20k", ("a", "b"), has_background=False)
     protocol = Protocol(info, "1-1", "pseudo-disjoint")
     assert protocol.train_images([(1, 2), (1,), (1,), (2,), ()]) == ((1, 2), (0, 3))
@@ -346,7 +346,7 @@ def test_as_dict_is_json_with_counts():
 
 @st.composite
 def tasks(draw, name="toy"):
-    """A dataset, and groups of some of its classes in some order."""
+    """Draw a dataset, and groups of some of its classes in some order."""
     num_classes = draw(st.integers(2, 12))
     info = DatasetInfo(name, tuple(f"c{i}" for i in range(1, num_classes + 1)), draw(st.booleans()))
     learnt = draw(st.permutations(info.classes))[: draw(st.integers(1, num_classes))]

@@ -1,4 +1,5 @@
-"""`incseg report`: what stands on the page, what is left out and named, which images are chosen; it stands alone."""
+"""`incseg report`: the content of the page, what is left out and named, which images are chosen; the page needs no
+other file."""
 
 from __future__ import annotations
 
@@ -57,13 +58,13 @@ def report(out: Path, *arguments: object) -> str:
 
 
 def words(page: str) -> str:
-    """What a reader sees, but for the figures."""
+    """Return the text of the page, without figures."""
     text = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", text).split())
 
 
 class Checked(HTMLParser):
-    """Tags closed in the order they were opened, ids that are unique, and whatever a browser would fetch."""
+    """Check that tags are closed in order and ids are unique, and collect the addresses that a browser would fetch."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class Checked(HTMLParser):
 
 
 def assert_alone(page: str, folder: Path) -> None:
-    """Nothing is fetched from anywhere, and every link leads into the page or to a figure that is there."""
+    """Assert that nothing is fetched, and that every link leads into the page or to an existing figure."""
     checked = Checked(page)
     assert "http" not in page
     assert "<script" not in page
@@ -111,7 +112,7 @@ def assert_alone(page: str, folder: Path) -> None:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made but not written, which takes most of a report's time."""
+    """Do not write figures, which takes most of a report's time."""
 
     def named(figure: object, folder: Path, name: str, caption: str) -> Drawn:
         return Drawn(name, caption, "", {})
@@ -125,7 +126,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Path]:
-    """Two seeds of evidential, one of fine-tuning, joint training; sheep takes cow."""
+    """Write two seeds of evidential, one of fine-tuning, joint training; sheep is predicted on cow."""
     runs, out = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("report")
     for seed, figures in ((42, (50.0, 20.0, 40.0, 30.0)), (1337, (54.0, 24.0, 44.0, 34.0))):
         folder = write_run(runs / f"evidential-{seed}", figures, seed=seed, groups=GROUPS)
@@ -148,13 +149,13 @@ def test_the_table_has_seeds_published_figures_rules_and_commands(made_up: tuple
     assert "15-5" not in text.split("Commands")[0].split("Percent")[0]  # nothing was run there
 
 
-def test_the_page_stands_alone(made_up: tuple[Path, str, Path]) -> None:
+def test_the_page_needs_no_other_file(made_up: tuple[Path, str, Path]) -> None:
     _, page, out = made_up
     assert_alone(page, out)
     assert len(page) < 2_000_000
 
 
-def test_figures_are_kept_as_png_and_svg(made_up: tuple[Path, str, Path]) -> None:
+def test_figures_are_saved_as_png_and_svg(made_up: tuple[Path, str, Path]) -> None:
     figures = made_up[2] / "figures"
     names = sorted(path.stem.removeprefix("voc_15-1_overlapped-") for path in figures.glob("*.svg"))
     each = [f"{kind}-{i}" for kind in ("classes", "confusion") for i in (0, 1)]
@@ -176,7 +177,7 @@ def test_figures_in_the_page_follow_its_colours(made_up: tuple[Path, str, Path])
 
 
 def test_sheep_took_cow(made_up: tuple[Path, str, Path]) -> None:
-    assert "sheep took 30 % of cow , and holds 0 % at the end" in words(made_up[1])
+    assert "sheep took 30 % of cow , 0 % at the end" in words(made_up[1])
 
 
 def test_a_method_that_is_not_the_main_one_is_folded_away(made_up: tuple[Path, str, Path]) -> None:
@@ -242,7 +243,7 @@ def all_of(value: float) -> tuple[float, float, float, float]:
 
 
 def write_tasks(folder: Path, *values: float, **about: Any) -> None:
-    """A run of 15-5 with one increment, and one of 15-1 with two."""
+    """Write a run of 15-5 with one increment, and one of 15-1 with two."""
     for task, groups, value in zip(("15-5", "15-1"), (TWO_STEPS, GROUPS), values, strict=False):
         write_run(folder / task, all_of(value), task=task, groups=groups, **about)
 
@@ -251,7 +252,7 @@ def test_the_score_against_the_number_of_increments(tmp_path: Path) -> None:
     write_tasks(tmp_path / "evidential", 60.0, 40.0)
     write_run(tmp_path / "seed", all_of(50.0), seed=1337, groups=GROUPS)
     write_tasks(tmp_path / "mib", 55.0, 30.0, method="mib")
-    write_tasks(tmp_path / "finetune", 10.0, method="finetune")  # one task is no line
+    write_tasks(tmp_path / "finetune", 10.0, method="finetune")  # one task is not a line
     write_run(tmp_path / "joint", all_of(70.0), method="joint", setting="joint", groups=(sum(GROUPS, ()),))
     (ladder,) = ladders(tmp_path)
     assert (ladder.title, ladder.key) == ("voc overlapped", "voc_overlapped")
@@ -297,7 +298,7 @@ def test_presets_and_rules_are_named_where_there_are_several(tmp_path: Path) -> 
     ]
 
 
-def test_tasks_of_the_same_number_of_increments_stand_side_by_side(tmp_path: Path) -> None:
+def test_tasks_of_the_same_number_of_increments_are_side_by_side(tmp_path: Path) -> None:
     write_tasks(tmp_path / "two", 60.0, 40.0)
     for task, value in (("19-1", 65.0), ("5-15", 55.0)):
         write_run(tmp_path / task, all_of(value), task=task, groups=TWO_STEPS)
@@ -314,7 +315,7 @@ def test_tasks_of_the_same_number_of_increments_stand_side_by_side(tmp_path: Pat
 
 
 def test_of_too_many_lines_some_are_drawn_by_rule(tmp_path: Path) -> None:
-    """First more numbers of increments, then fewer options, then the higher score; in the order of the table."""
+    """First more numbers of increments, then fewer options, then the higher score; drawn in the order of the table."""
     for index in range(MOST_LINES):
         write_tasks(tmp_path / str(index), 60.0, 40.0 + index, settings={"method.lambda_kd": 20.0 + index})
     (ladder,) = ladders(tmp_path)
@@ -338,9 +339,9 @@ def test_the_page_has_the_number_of_increments(tmp_path: Path) -> None:
     assert_alone(page, tmp_path / "out")
     text = words(page)
     table = text.split("All 15-5: 1 increment 15-1: 2 increments ")[1]
-    assert table.startswith("evidential 60.0 40.0 recall 65.0 64.0 mIoU over all classes")  # ablations are no methods
+    assert table.startswith("evidential 60.0 40.0 recall 65.0 64.0 mIoU over all classes")  # ablations are not methods
     assert "With more images than the others: recall." in text
-    assert "Drawn are" not in text  # all of them are
+    assert "The figure has" not in text  # all of them are
     with Image.open(tmp_path / "out/figures/voc_overlapped-increments.png") as picture:
         assert picture.convert("L").getextrema() != (255, 255)
 
@@ -386,7 +387,7 @@ def test_a_run_under_way_alone_makes_a_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "going", steps_done=1)
     assert main(["report", str(run), "--images", "0"]) == 0
     assert "1 of 2" in words((run / "report/index.html").read_text())
-    assert sections(tmp_path)[0].main.num_steps == 1  # its own page is no run
+    assert sections(tmp_path)[0].main.num_steps == 1  # its own page is not a run
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -413,7 +414,7 @@ def test_odd_names_and_tasks_that_look_alike_in_file_names(tmp_path: Path) -> No
     assert "<b>" not in page
     first, second = sections(tmp_path / "a", tmp_path / "b")
     assert first.key != second.key
-    save_figure(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is no mathematics
+    save_figure(class_heat_map(first.main, first.step_names), tmp_path, "odd", "")  # $ is not mathematics
     assert ElementTree.parse(tmp_path / "odd.svg")
 
 
@@ -437,7 +438,7 @@ def test_joint_training_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_without_data_a_line_says_so(tmp_path: Path) -> None:
+def test_without_data_a_line_explains_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     text = words(report(tmp_path / "out", run, "--images", 3))
     assert "Pictures, reliability and the curves of unknown classes are left out" in text
@@ -446,7 +447,7 @@ def test_without_data_a_line_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["broken"], "nothing to show: broken is left out: broken/protocol.json is missing"),
         (["nowhere"], "does not exist"),
@@ -456,7 +457,11 @@ def test_without_data_a_line_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_errors_are_one_line(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "good")
@@ -465,7 +470,7 @@ def test_errors_are_one_line(
     (tmp_path / "file").touch()
     assert main(["report", *arguments]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert told in error
+    assert message in error
 
 
 # --- which images --------------------------------------------------------------------------------------------
@@ -501,7 +506,7 @@ def test_leads_and_lags() -> None:
     assert leads({3: 50.0}, {3: 50.0}) == {}
 
 
-def test_an_image_of_several_names_stands_once() -> None:
+def test_an_image_of_several_names_is_shown_once() -> None:
     assert each_once({"hardest": 1, "best": 2, "largest lag": 1}) == {"hardest, largest lag": 1, "best": 2}
 
 
@@ -535,7 +540,7 @@ def test_curves_need_pixels_of_both_kinds() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two methods on shapes, and the first on another task; two steps each."""
+    """Train two methods on shapes, and the first on another task; two steps each."""
     runs = tmp_path_factory.mktemp("shapes")
     for name, task in (("evidential", "6-4"), ("finetune", "6-4"), ("evidential", "8-2")):
         train(small_config(runs / f"{name}-{task}", method={"name": name}, task=task, train={"epochs": 1}))
@@ -560,10 +565,10 @@ def test_a_real_run_is_shown_in_pictures(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_two_tasks_are_set_against_each_other(trained: Path, tmp_path: Path) -> None:
     text = words(report(tmp_path, trained / "evidential-6-4", trained / "evidential-8-2", "--images", 2))
-    assert "shapes: task against task" in text
+    assert "shapes: 8-2 against 6-4" in text
 
 
-def test_labels_in_figures_tell_only_what_differs(tmp_path: Path) -> None:
+def test_labels_in_figures_have_only_what_differs(tmp_path: Path) -> None:
     lr = {"train.lr": 0.5}
     write_run(tmp_path / "a", settings=lr)
     write_run(tmp_path / "b", settings={**lr, "method.balancing": "none"})

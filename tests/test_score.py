@@ -1,4 +1,4 @@
-"""A model tested on any labelled photographs: classes by name, photographs whole, against a naive count."""
+"""A model tested on any labelled photographs: classes by name, whole photographs, against a naive count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def photographs(root: Path, classes: list[str]) -> Path:
-    """Of different sizes, with masks of blocks; the first is to learn from, the others are to test on."""
+    """Write photographs of different sizes, with masks of blocks. The first is for training, the others for the
+    test."""
     generator = np.random.default_rng(0)
     for folder in ("images", "masks"):
         (root / folder).mkdir(parents=True)
@@ -45,7 +46,7 @@ def photographs(root: Path, classes: list[str]) -> Path:
 
 
 def test_against_a_naive_count(model: Path, tmp_path: Path) -> None:
-    """'Disc' is the model's disc by another spelling; a unicorn, which it does not know, is background."""
+    """'Disc' is the model's disc in another spelling; a unicorn, which it does not know, is background."""
     root = photographs(tmp_path / "photos", ["unicorn", "Disc", "star"])
     predictor = incseg.load(model, device="cpu", threads=1)
     found = score(predictor, Folder(root), ["val"])
@@ -82,7 +83,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (found["images"], found["classes"].keys()) == (4, {"background", "disc", "star"})
     for wrong, message in (
         (["--split", "val"], "--split is for --data"),
-        ([*flags, "--save"], "--save keeps tests on a run's own dataset"),
+        ([*flags, "--save"], "--save is for tests on a run's own dataset"),
         (["--data", "folder"], "needs its folder; give --root"),
         (["--data", "folders", "--root", str(root)], "did you mean 'folder'"),
     ):
@@ -90,7 +91,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert message in capsys.readouterr().err
 
 
-def test_classes_that_nobody_shares(model: Path, tmp_path: Path) -> None:
+def test_without_common_classes(model: Path, tmp_path: Path) -> None:
     predictor = incseg.load(model, device="cpu", threads=1)
     source = Folder(photographs(tmp_path / "photos", ["unicorn"]))
     with pytest.raises(UserError, match="knows none of the classes of folder; they are unicorn"):

@@ -1,4 +1,4 @@
-"""Each setting says what it affects, in one place."""
+"""Each setting declares what it affects, in one place."""
 
 from __future__ import annotations
 

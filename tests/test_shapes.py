@@ -1,4 +1,4 @@
-"""The embedded dataset: the same scenes everywhere, labels that agree, and classes that co-occur."""
+"""The embedded dataset: the same scenes on every machine, labels that agree, and classes that occur together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shapes() -> Shapes:
 
 
 def digest(source: Shapes, order: list[tuple[Split, int]]) -> str:
-    """A hash of scenes, drawn in the order given and hashed in a fixed one."""
+    """Return a hash of scenes, drawn in the given order and hashed in a fixed one."""
     drawn = {key: source.pair(*key) for key in order}
     parts = (drawn[key][0].tobytes() + drawn[key][1].tobytes() for key in sorted(drawn))
     return hashlib.sha256(b"".join(parts)).hexdigest()
@@ -112,7 +112,7 @@ def test_void_border_separates_every_object(shapes: Shapes) -> None:
     assert 0.005 < void < 0.05
 
 
-def test_drawn_scenes_are_kept_and_callers_cannot_spoil_them() -> None:
+def test_drawn_scenes_are_cached_and_callers_cannot_change_them() -> None:
     source = Shapes()
     image, mask = source.pair("train", 4)
     before = image.tobytes(), mask.copy()

@@ -34,7 +34,7 @@ def pixels(height: int, width: int, seed: int = 0) -> Tensor:
 
 
 def naive_round(scores: np.ndarray, guide: np.ndarray, axis: int) -> np.ndarray:
-    """One pass along an axis, position by position: reach 3, deviations 1.8 positions and 0.04 of colour."""
+    """Return one pass along an axis, position by position: reach 3, deviations 1.8 positions and 0.04 of colour."""
     found = np.zeros_like(scores)
     _, height, width = scores.shape
     for y in range(height):
@@ -66,7 +66,7 @@ def test_without_rounds_it_interpolates() -> None:
     assert torch.equal(sharpened(scores, guide, 0), F.interpolate(scores, (16, 20), mode="bilinear"))
 
 
-def test_every_class_is_filtered_by_itself_and_sums_stay() -> None:
+def test_every_class_is_filtered_by_itself_and_sums_do_not_change() -> None:
     guide = torch.rand(1, 3, 16, 20)
     probabilities = torch.randn(1, 4, 4, 5).softmax(1)
     refined = sharpened(probabilities, guide, 4)
@@ -76,7 +76,7 @@ def test_every_class_is_filtered_by_itself_and_sums_stay() -> None:
 
 
 def test_an_edge_moves_to_the_edge_of_the_image() -> None:
-    """The scores change sign at column 12 of 32, the image changes its colour at column 16."""
+    """The scores change sign at column 12 of 32, the colour of the image at column 16."""
     guide = torch.zeros(1, 3, 16, 32)
     guide[..., 16:] = 1.0
     scores = (torch.arange(8) - 2.7).view(1, 1, 1, 8).expand(1, 1, 4, 8)
@@ -98,7 +98,7 @@ def test_scores_of_images_and_of_their_features_are_the_same() -> None:
 
 
 def test_new_classes_change_no_score_of_the_old() -> None:
-    """Classes of a head of their own; tests/test_analytic.py has those of a closed form."""
+    """Classes with a head of their own; tests/test_analytic.py tests those of a closed form."""
     model, images = model_of(), pixels(64, 96)
     before = model.scores(images)
     model.grow(Increment(("own",), (4,), head=1))

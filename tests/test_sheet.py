@@ -1,4 +1,4 @@
-"""The contact sheet: which photographs are on it, that nothing breaks it, and whose files it replaces."""
+"""The contact sheet: the choice of photographs, broken ones, and the files that it may replace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chosen(shown: dict[Split, Presence | PixelCounts], most: int = 12) -> list[t
 
 
 def pixels_of(source: Source) -> dict[Split, PixelCounts]:
-    return pixel_counts(source, SPLITS)[0]
+    return pixel_counts(source)[0]
 
 
 def test_every_class_is_on_the_sheet_where_possible() -> None:

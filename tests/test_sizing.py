@@ -1,4 +1,4 @@
-"""The input size follows the size of the objects, and the time that it takes is bounded."""
+"""The input size follows from the size of the objects, and the time is bounded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_side_of_the_median_object() -> None:
 
 
 def test_small_objects_want_a_larger_input() -> None:
-    """Three cells of 16 pixels for an object of a tenth of the shorter side: 480 pixels at least."""
+    """Three cells of 16 pixels for an object of a tenth of the shorter side: at least 480 pixels."""
     assert choose_size({"bag": 0.5}, (224, 448, 896), PHOTOGRAPHS, 16).size == 224
     chosen = choose_size({"bag": 0.11}, (224, 448, 896), PHOTOGRAPHS, 16)
     assert (chosen.size, chosen.wanted) == (448, 448)
@@ -46,7 +46,7 @@ def test_small_objects_want_a_larger_input() -> None:
 
 
 def test_the_time_that_it_takes_is_bounded() -> None:
-    """A size that many photographs would take too long at is not chosen, and the text says what was wanted."""
+    """A size at which many photographs would take too long is not chosen, and the text has the wanted size."""
     few = choose_size({"pin": 0.02}, (224, 448, 896), PHOTOGRAPHS, 16)
     many = choose_size({"pin": 0.02}, (224, 448, 896), PHOTOGRAPHS * 100, 16)
     assert (few.size, many.size) == (896, 224)
@@ -64,7 +64,7 @@ def test_one_class_of_tiny_things_does_not_decide() -> None:
 def test_training_on_own_photographs_chooses_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run folder holds the size; a run that goes on keeps it, and a flag wins."""
+    """The run folder has the size. A resumed run uses it again, and a flag wins."""
     monkeypatch.chdir(tmp_path)
     export(Shapes(seed=5, train_size=12, val_size=4, image_size=64), tmp_path / "photos")
     tiny = ["--model.backbone", "tiny", "--model.weights", "null", "--model.width", "8", "--train.epochs", "1"]

@@ -41,7 +41,7 @@ def test_images_make_up_the_sum() -> None:
         torch.testing.assert_close(costs[image], cross_entropy_sum(logits[image, None], labels[image, None]))
 
 
-def test_void_alone_costs_nothing() -> None:
+def test_void_alone_has_loss_zero() -> None:
     logits, labels = example()
     logits.requires_grad_()
     loss = cross_entropy_sum(logits, torch.full_like(labels, IGNORE))
@@ -56,7 +56,7 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 21])
-def test_entropy_lies_between_certain_and_uniform(size: int) -> None:
+def test_entropy_is_between_certain_and_uniform(size: int) -> None:
     uniform = torch.full((1, size, 2), 1 / size)
     certain = torch.zeros(1, size, 2)
     certain[:, 0] = 1

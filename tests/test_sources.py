@@ -1,4 +1,4 @@
-"""The file-based sources on small datasets written here, every error they give, and `check`."""
+"""The file-based sources on small datasets written here, all their errors, and `check`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def grey_png(bits: int, row: bytes, width: int) -> bytes:
-    """A one-row grey PNG of any bit depth, which Pillow does not write."""
+    """Return a one-row grey PNG of any bit depth, which Pillow cannot write."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -150,7 +150,7 @@ def test_list_file(tmp_path: Path) -> None:
     write_text(tmp_path / "l.txt", "\ufeffa\r\n\n  b c \nd\n")
     assert list_file(tmp_path / "l.txt") == ["a", "b c", "d"]
     write_text(tmp_path / "l.txt", "a\nb\na\n")
-    with pytest.raises(FileError, match="'a' comes twice"):
+    with pytest.raises(FileError, match="'a' is listed twice"):
         list_file(tmp_path / "l.txt")
     with pytest.raises(FileError, match="no such file"):
         list_file(tmp_path / "none.txt")
@@ -197,7 +197,7 @@ def test_voc_reads_lists_of_paths(tmp_path: Path, place: str) -> None:
     assert ["lists 2 images; published results use 10582" in note for note in source.notes] == [True]
 
 
-def test_voc_without_augmented_masks_says_so_in_one_line(tmp_path: Path) -> None:
+def test_voc_without_augmented_masks_has_a_note(tmp_path: Path) -> None:
     voc = make_voc(tmp_path, masks="SegmentationClass")
     source = VOC(tmp_path)
     assert list(source.names("train")) == ["a"]
@@ -216,7 +216,7 @@ def test_voc_takes_val_masks_from_either_folder(tmp_path: Path) -> None:
     assert VOC(voc).mask("val", 0).tolist() == [[7] * 3] * 2
 
 
-def test_voc_tells_of_images_in_both_splits(tmp_path: Path) -> None:
+def test_voc_reports_images_in_both_splits(tmp_path: Path) -> None:
     voc = make_voc(tmp_path)
     write_text(voc / "ImageSets/Segmentation/train_aug.txt", "a\nc\n")
     assert any("1 images are in train and in val" in note for note in VOC(voc).notes)
@@ -342,7 +342,7 @@ def test_hash_split_is_stable_and_leaves_no_side_empty() -> None:
     assert hash_split(["a"]) == (["a"], [])
 
 
-def test_folder_without_lists_says_how_it_split(tmp_path: Path) -> None:
+def test_folder_without_lists_has_a_note_on_its_split(tmp_path: Path) -> None:
     source = Folder(make_folder(tmp_path))
     assert len(source.names("train")) + len(source.names("val")) == 3
     assert "no train.txt or val.txt" in source.notes[0]
@@ -354,7 +354,7 @@ def test_class_list(tmp_path: Path) -> None:
     assert read_classes(file) == ("cat", "Dog")
     for text, message in (
         ("cat\n\ndog\n", "line 2 is blank"),
-        ("cat\ndog\ncat\n", "'cat' comes twice"),
+        ("cat\ndog\ncat\n", "'cat' is listed twice"),
         ("cat\nbackground\n", "not on the first line"),
         ("", "it has 0 classes"),
         ("background\n", "it has 0 classes"),
@@ -385,7 +385,7 @@ def test_folder_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 2 names have no image \('zebra'\)"):
         Folder(root)
     write_text(root / "train.txt", "e\ne.png\n")
-    with pytest.raises(UserError, match="'e' comes twice"):
+    with pytest.raises(UserError, match="'e' is listed twice"):
         Folder(root)
     write_text(root / "train.txt", "e\n")
     write_text(root / "val.txt", "f\n")
@@ -408,7 +408,7 @@ def test_folder_without_images_or_classes(tmp_path: Path) -> None:
         Folder(tmp_path, classes_file=tmp_path / "names.txt")
 
 
-def test_a_dataset_folder_that_is_gone_is_named_with_the_flag_that_helps(tmp_path: Path) -> None:
+def test_a_missing_dataset_folder_is_named_with_the_flag_that_helps(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"folder '.*moved' does not exist; .*--root DIR"):
         Folder(tmp_path / "moved")
     write_text(tmp_path / "file", "")
@@ -426,7 +426,7 @@ def test_photographs_of_other_formats_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_not_exported_onto_itself(tmp_path: Path) -> None:
-    """The export writes PNGs: beside photographs of other formats they would make every name double."""
+    """The export writes PNGs. Beside photographs of other formats, every name would exist twice."""
     root = make_folder(tmp_path / "mine")
     before = {file: file.read_bytes() for file in sorted(root.rglob("*.png"))}
     (tmp_path / "link").symlink_to(root)

@@ -1,4 +1,4 @@
-"""Steps trained before by the same recipe are taken from the cache, and only those."""
+"""Steps trained before by the same recipe are taken from the cache, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from incseg.run import train
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run and the cache that it left; read only."""
+    """Return a run and its cache. Tests must not change them."""
     folder = tmp_path_factory.mktemp("learnt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INCSEG_CACHE", str(folder / "cache"))
@@ -26,7 +26,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def first(learnt: Path) -> Path:
-    """The run, with a copy of its cache as the test's own."""
+    """Return the run, with a copy of its cache for the test."""
     shutil.copytree(learnt / "cache", os.environ["INCSEG_CACHE"], dirs_exist_ok=True)
     return learnt / "run"
 

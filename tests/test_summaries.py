@@ -1,4 +1,4 @@
-"""Summaries of runs: a small file that tables are made of as if the run folders were still there."""
+"""Summaries of runs: a small file gives the same tables as the run folders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def script() -> ModuleType:
 
 @pytest.fixture
 def runs() -> Path:
-    """Two seeds of a method, one of them tested again, and an ablation, with confusion matrices."""
+    """Write two seeds of a method, one of them tested again, and an ablation, with confusion matrices."""
     runs = Path("runs/s")
     for name, seed in (("e42", 42), ("e1337", 1337), ("ablations/scope", 42)):
         settings = {"method.scope": "seen"} if name.startswith("ablations") else None
@@ -66,7 +66,7 @@ def summaries_of(runs: Path) -> Path:
 
 
 def change(file: Path, name: str, edit: Callable[[dict[str, Any]], object] | bytes) -> None:
-    """Edit the values of a run in a file of summaries, with a checksum that fits; or replace its line."""
+    """Edit the values of a run in a file of summaries, with a correct checksum; or replace its line."""
     lines = file.read_bytes().splitlines()
     index = next(i for i, line in enumerate(lines) if json.loads(line)["name"] == name)
     if isinstance(edit, bytes):
@@ -79,7 +79,7 @@ def change(file: Path, name: str, edit: Callable[[dict[str, Any]], object] | byt
 
 
 def without_place(record: RunRecord) -> RunRecord:
-    """What a summary has of a run."""
+    """Return what a summary has of a run."""
     rows = [{key: row[key] for key in ("index", "classes", "unseen")} for row in record.rows]
     rows = rows if record.retest is None else []
     settings = optional_settings(record.settings)
@@ -107,7 +107,7 @@ def test_a_summary_is_the_run_without_its_place(runs: Path) -> None:
 
 
 def test_a_summary_of_version_0_1_is_still_read(runs: Path) -> None:
-    """It was a file for each run, with whole rows, and with class statistics under another name."""
+    """It was one file per run, with whole rows, and with another name for class statistics."""
     names = (
         "name",
         "step",
@@ -360,7 +360,7 @@ def test_a_run_of_the_study_has_each_class_once() -> None:
 
 @IN_CHECKOUT
 def test_the_pages_of_the_study_are_what_its_runs_say(script: ModuleType) -> None:
-    """No figure of results/voc-laptop was written by hand, and none is of a run that is not in its file."""
+    """No figure of results/voc-laptop was written by hand, and none is of a run that is missing in its file."""
     Path("results/voc-laptop").mkdir(parents=True)
     shutil.copy(STUDY / "runs.jsonl", "results/voc-laptop")
     assert script.main(["runs/voc-laptop"]) == 0

@@ -1,6 +1,6 @@
-"""Sweeps: what a command asks for, and what holds for its runs: none is lost, none is made twice, none stops others.
+"""Sweeps: the runs that a command describes, and that none is lost, none is made twice, none stops others.
 
-But for one real sweep the runs are a shell script that leaves what a run leaves, so that seconds are not spent on them.
+Except for one real sweep, the runs are a shell script that leaves the same files as a run, to save time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from small_runs import small_config
-from sweeps import FAKE, QUICK, jobs, told, until
+from sweeps import FAKE, QUICK, jobs, notes, until
 
 from incseg.cli import main
 from incseg.cli.main import parse
@@ -50,7 +50,7 @@ def states(root: Path) -> dict[str, str]:
 
 
 def made(root: Path, number: int = 1) -> dict[str, int]:
-    """Make all runs of a folder and return how many are in which state."""
+    """Make all runs of a folder and return the number in each state."""
     return dict(make_runs(root, [], Local(number, FAKE), say=lambda text: None))
 
 
@@ -156,7 +156,7 @@ def test_runs_that_train_the_same_step_0_share_a_base() -> None:
         ("--on ray --jobs 2", "--jobs does nothing on ray; allowed for --on ray: --address, --cpus, --gpus"),
         ("--on slurm --slurm gpu", "--slurm gpu has no value; write --slurm KEY=VALUE"),
         ("--on kubernetes", "invalid choice: 'kubernetes'"),
-        ("make", "sweep make is what a sweep itself calls"),
+        ("make", "sweep make is an internal command of sweeps"),
     ],
 )
 def test_flags_that_an_engine_does_not_have_are_refused(
@@ -190,17 +190,17 @@ def test_runs_are_made_once_in_order_and_failures_do_not_stop_the_rest(root: Pat
     sweep.add([*jobs("a"), *jobs("b", fails=True), *jobs("c", dies=True), *jobs("group/d")])
     lines: list[str] = []
     assert make_runs(root, [], Local(1, FAKE), lines.append) == {"done": 2, "failed": 2}
-    assert told(root)[:4] == ["began a", "ended a", "began b", "began c"]
+    assert notes(root)[:4] == ["began a", "ended a", "began b", "began c"]
     assert (root / "group" / "d" / "results.json").exists()
     by_name = {job.name: job for job in sweep.jobs()}
     assert sweep.failure(by_name["b"]) == "no such thing; give another"
     assert sweep.failure(by_name["c"]) == "killed by SIGKILL (out of memory?)"
     assert f"b: failed: no such thing; give another (see {sweep.log('b')})" in lines
     assert made(root) == {"done": 2, "failed": 2}
-    assert told(root).count("began a") == told(root).count("began b") == 1
+    assert notes(root).count("began a") == notes(root).count("began b") == 1
     sweep.retry_failed()
     made(root)
-    assert told(root).count("began b") == 2
+    assert notes(root).count("began b") == 2
 
 
 def test_several_commands_make_no_run_twice(root: Path) -> None:
@@ -214,7 +214,7 @@ def test_several_commands_make_no_run_twice(root: Path) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(command, tasks))
-    assert sorted(told(root)) == sorted([f"{what} run{i}" for i in range(8) for what in ("began", "ended")])
+    assert sorted(notes(root)) == sorted([f"{what} run{i}" for i in range(8) for what in ("began", "ended")])
 
 
 def test_a_shared_base_is_trained_first_by_one(root: Path) -> None:
@@ -222,21 +222,21 @@ def test_a_shared_base_is_trained_first_by_one(root: Path) -> None:
     (root / "hold").touch()
     with ThreadPoolExecutor(1) as pool:
         until_both_wait = pool.submit(
-            lambda: (until(lambda: {"began first--base", "began other"} <= set(told(root))), (root / "hold").unlink())
+            lambda: (until(lambda: {"began first--base", "began other"} <= set(notes(root))), (root / "hold").unlink())
         )
         assert made(root, 3) == {"done": 3}
         until_both_wait.result()
-    at = told(root).index
+    at = notes(root).index
     assert at("began first--base") < at("ended first--base") < min(at("began first"), at("began second"))
     assert at("began other") < at("ended first--base"), "what does not share it does not wait"
-    assert told(root).count("began first--base") == 1
-    assert "began other--base" not in told(root), "nobody shares it"
+    assert notes(root).count("began first--base") == 1
+    assert "began other--base" not in notes(root), "nobody shares it"
 
 
 def test_where_the_base_fails_the_next_run_trains_it(root: Path) -> None:
     Sweep(root).add([*jobs("first", base="b", fails=True), *jobs("second", "third", base="b")])
     assert made(root, 2) == {"failed": 1, "done": 2}
-    assert told(root)[:3] == ["began first--base", "began second--base", "ended second--base"]
+    assert notes(root)[:3] == ["began first--base", "began second--base", "ended second--base"]
 
 
 def test_a_run_that_was_started_by_hand_is_left_alone_and_waited_for(root: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_run_that_was_started_by_hand_is_left_alone_and_waited_for(root: Path)
     assert f"process {os.getpid()}" in (sweep.worker(sweep.jobs()[0]) or "")
 
     def finish() -> None:
-        until(lambda: "ended b" in told(root))
+        until(lambda: "ended b" in notes(root))
         write_json(run.results, {"final": {}, "seconds": 1.0})
         run.close()
 
@@ -257,18 +257,18 @@ def test_a_run_that_was_started_by_hand_is_left_alone_and_waited_for(root: Path)
         engine = Local(1, FAKE)
         engine.work(sweep, sweep.tasks(), lambda text: None, lambda task, outcome: None)
         by_hand.result()
-    assert told(root) == ["began b", "ended b"]
+    assert notes(root) == ["began b", "ended b"]
 
 
-def test_ctrl_c_lets_runs_save_and_the_same_command_goes_on(root: Path) -> None:
+def test_ctrl_c_lets_runs_save_and_the_same_command_continues(root: Path) -> None:
     (root / "hold").touch()
     Sweep(root).add(jobs("a", "b"))
     with ThreadPoolExecutor(1) as pool:
-        interrupt = pool.submit(lambda: (until(lambda: "began a" in told(root)), os.kill(os.getpid(), signal.SIGINT)))
+        interrupt = pool.submit(lambda: (until(lambda: "began a" in notes(root)), os.kill(os.getpid(), signal.SIGINT)))
         with pytest.raises(KeyboardInterrupt):
             made(root)
         interrupt.result()
-    assert told(root) == ["began a", "saved a"]
+    assert notes(root) == ["began a", "saved a"]
     assert states(root) == {"a": "waiting", "b": "waiting"}
     (root / "hold").unlink()
     assert made(root) == {"done": 2}
@@ -276,7 +276,7 @@ def test_ctrl_c_lets_runs_save_and_the_same_command_goes_on(root: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 def test_a_killed_command_leaves_no_run_behind_and_is_repeated(root: Path) -> None:
-    """kill -9: its runs are asked to end, as by Ctrl-C, and the same command makes them again."""
+    """After kill -9 its runs are asked to end as by Ctrl-C, and the same command makes them again."""
     Sweep(root).add(jobs("a"))
     (root / "hold").touch()
     run = (
@@ -289,10 +289,10 @@ def test_a_killed_command_leaves_no_run_behind_and_is_repeated(root: Path) -> No
         "Attempts(sweep, program=sys.argv[2:]).perform(sweep.tasks()[0])"
     )
     command = subprocess.Popen([sys.executable, "-c", script, str(root), sys.executable, "-c", run, *FAKE])
-    until(lambda: "began a" in told(root))
+    until(lambda: "began a" in notes(root))
     command.kill()
     command.wait()
-    until(lambda: told(root) == ["began a", "saved a"])
+    until(lambda: notes(root) == ["began a", "saved a"])
     (root / "hold").unlink()
     until(lambda: states(root) == {"a": "waiting"})
     assert made(root) == {"done": 1}
@@ -335,7 +335,7 @@ def test_cores_and_gpus_are_shared_out(root: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_real_sweep(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs with one base, one that cannot work, and the table of them."""
+    """Two runs with one base, one that fails, and the table of them."""
     flags = [f"--{key}={value}" for key, value in QUICK.items()]
     assert main(["sweep", "--out", str(root), "--method", "finetune,mib", "--task", "6-4,20-1", *flags]) == 1
     shown = capsys.readouterr()
@@ -378,7 +378,7 @@ def test_status_shows_who_is_at_work_and_nothing_is_no_sweep(
 def test_a_node_without_the_shared_disk_sends_its_run_back(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes, each with a disk of its own: the base that one trains reaches the other, and the runs come home."""
+    """Two nodes with a disk each: the base that one trains reaches the other, and the runs come back."""
     flags = [f"--{key}={value}" for key, value in QUICK.items()]
     wanted = plan(parse("sweep", ["--out", str(root), "--method", "finetune,mib", "--task", "6-4", *flags]))
     sweep = Sweep(root)

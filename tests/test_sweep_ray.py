@@ -1,6 +1,6 @@
-"""Sweeps on Ray: two nodes on this machine, both at 127.0.0.1. It takes a minute, so it runs where Ray is installed.
+"""Sweeps on Ray: two nodes on this machine, both at 127.0.0.1. It takes a minute, so it runs only if Ray is installed.
 
-make test-ray runs it, and CI.
+`make test-ray` and CI run it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from small_runs import assert_same_run
-from sweeps import FAKE, QUICK, jobs, told, until
+from sweeps import FAKE, QUICK, jobs, notes, until
 
 from incseg.cli.main import parse
 from incseg.cli.sweep import plan
@@ -41,7 +41,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of one CPU each."""
+    """Start two nodes of one CPU each."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -61,24 +61,24 @@ class _Closing:
 
 
 def test_failures_and_ctrl_c(cluster: Any, root: Path) -> None:
-    """As on this machine: what fails stops nothing else, Ctrl-C saves, and the same command goes on."""
+    """As on this machine: a failure stops nothing else, Ctrl-C saves, and the same command resumes."""
     engine = Ray(cluster.address, program=FAKE)
     Sweep(root).add([*jobs("a", "b", base="x"), *jobs("c", fails=True), *jobs("d", dies=True)])
     lines: list[str] = []
     assert make_runs(root, [], engine, lines.append) == {"done": 2, "failed": 2}
     assert lines[0] == "Ray: 2 nodes, 2 CPUs, 0 GPUs"
-    assert told(root).count("began a--base") == 1
+    assert notes(root).count("began a--base") == 1
     assert any(line.startswith("c: failed: no such thing; give another") for line in lines)
     assert any(line.startswith("d: failed: killed by SIGKILL") for line in lines)
 
     (root / "hold").touch()
     Sweep(root).add(jobs("e"))
     with ThreadPoolExecutor(1) as pool:
-        interrupt = pool.submit(lambda: (until(lambda: "began e" in told(root)), os.kill(os.getpid(), signal.SIGINT)))
+        interrupt = pool.submit(lambda: (until(lambda: "began e" in notes(root)), os.kill(os.getpid(), signal.SIGINT)))
         with pytest.raises(KeyboardInterrupt):
             make_runs(root, [], engine, lines.append)
         interrupt.result()
-    assert told(root)[-1] == "saved e"
+    assert notes(root)[-1] == "saved e"
     (root / "hold").unlink()
     assert make_runs(root, [], engine, lines.append) == {"done": 3, "failed": 2}
 
@@ -86,7 +86,7 @@ def test_failures_and_ctrl_c(cluster: Any, root: Path) -> None:
 def test_a_node_is_killed_and_all_runs_finish_as_on_this_machine(
     cluster: Any, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """kill -9 of a node and of its run, in the middle of a step: another node resumes it. No step is trained twice."""
+    """kill -9 of a node and its run in the middle of a step: another node resumes it. No step is trained twice."""
     flags = [f"--{key}={value}" for key, value in {**QUICK, "train.epochs": 4, "train.checkpoint_seconds": 0.0}.items()]
     argv = ["--out", str(root), "--method", "finetune,mib,lwf", "--task", "6-2", *flags]
     wanted, sweep = plan(parse("sweep", argv)), Sweep(root)

@@ -1,4 +1,4 @@
-"""Sweeps on SLURM: submitit's local executor makes the runs; a stand-in for sbatch shows what SLURM would be given."""
+"""Sweeps on SLURM: submitit's local executor makes the runs; a stand-in for sbatch shows what SLURM would get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweeps import FAKE, jobs, told, until
+from sweeps import FAKE, jobs, notes, until
 
 from incseg.sweep import attempt
 from incseg.sweep.folder import Sweep
@@ -37,20 +37,20 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_jobs_make_the_runs_with_their_base_first(root: Path) -> None:
-    """A failure, a base, and a run that dies: as on this machine."""
+    """A failure, a base, and a run that dies, as on this machine."""
     Sweep(root).add([*jobs("a", "b", base="x"), *jobs("c", fails=True), *jobs("d", dies=True)])
     lines: list[str] = []
     states = make_runs(root, [], Slurm(parameters=["cluster=local"], program=FAKE), lines.append)
     assert states == {"done": 2, "failed": 2}
-    at = told(root).index
+    at = notes(root).index
     assert at("ended a--base") < min(at("began a"), at("began b"))
-    assert told(root).count("began a--base") == 1
+    assert notes(root).count("began a--base") == 1
     assert any(line.startswith("c: failed: no such thing; give another") for line in lines)
     assert any(line.startswith("d: failed: killed by SIGKILL") for line in lines)
 
 
-def test_a_job_that_is_preempted_saves_its_run_and_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM's signal saves the run; the job that is queued again makes the rest."""
+def test_a_job_that_is_preempted_saves_its_run_and_continues(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's signal saves the run, and the job that is queued again resumes it."""
     from submitit.local.local import LocalJob
 
     Sweep(root).add(jobs("a"))
@@ -58,18 +58,18 @@ def test_a_job_that_is_preempted_saves_its_run_and_goes_on(root: Path, monkeypat
     waits = LocalJob.result
 
     def interrupted(job: LocalJob) -> object:
-        until(lambda: "began a" in told(root))
+        until(lambda: "began a" in notes(root))
         run = (root / "a" / ".lock-holder").read_text().split()[1]
         parent = subprocess.run(["ps", "-o", "ppid=", "-p", run], capture_output=True, check=True).stdout
         os.kill(int(parent), signal.SIGUSR2)
-        until(lambda: "saved a" in told(root))
+        until(lambda: "saved a" in notes(root))
         (root / "hold").unlink()
         return waits(job)
 
     monkeypatch.setattr(LocalJob, "result", interrupted)
     states = make_runs(root, [], Slurm(parameters=["cluster=local"], program=FAKE), lambda text: None)
     assert states == {"done": 1}
-    assert told(root) == ["began a", "saved a", "began a", "ended a"]
+    assert notes(root) == ["began a", "saved a", "began a", "ended a"]
 
 
 def test_slurm_gets_arrays_that_wait_for_their_base_and_nothing_twice(
@@ -104,12 +104,12 @@ def test_no_slurm_and_unknown_parameters_are_refused(root: Path, monkeypatch: py
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="run this on a machine that has SLURM's commands"):
         make_runs(root, [], Slurm())
-    with pytest.raises(UserError, match=r"SLURM did not take the runs: .*partitionn"):
+    with pytest.raises(UserError, match=r"SLURM refused the runs: .*partitionn"):
         make_runs(root, [], Slurm(parameters=["cluster=local", "partitionn=gpu"]))
 
 
 def test_a_submitted_run_holds_settings_only() -> None:
-    """submitit pickles it: it must not carry a process or a lock."""
+    """submitit pickles it, so it must not contain a process or a lock."""
     from incseg.sweep.folder import Task
     from incseg.sweep.on_slurm import Make
 

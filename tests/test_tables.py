@@ -1,4 +1,4 @@
-"""Tables from run folders: what is read, what is left out and named, what is printed under which name."""
+"""Tables from run folders: what is read, what is left out and named, and the names of rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from incseg.types import UserError
 
 
 def read(*folders: Path, warned: list[str] | None = None) -> list[RunRecord]:
-    """Without `warned` there must be no warnings."""
+    """Read records. Without `warned` there must be no warnings."""
     with collected_warnings() as lines:
         records = read_runs(folders, usual_settings)
     if warned is None:
@@ -60,7 +60,7 @@ def grouped(records: list[RunRecord]) -> tuple[list[Group], list[str]]:
 
 @pytest.fixture(autouse=True)
 def no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Every warning is collected, by the command or by the test."""
+    """Require that every warning is collected, by the command or by the test."""
     yield
     assert [record.getMessage() for record in caplog.records if record.name == "incseg"] == []
 
@@ -254,7 +254,7 @@ def test_a_retest_is_a_record_of_its_own(tmp_path: Path) -> None:
     assert usual.options == {"train.lr": 0.5}
 
 
-def test_a_retest_of_a_model_that_is_no_more_is_left_out(tmp_path: Path) -> None:
+def test_a_retest_of_a_replaced_model_is_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     file = retest(folder, (51, 21, 41, 31), balancing="none")
     change_json(folder / "steps/1/row.json", seconds={"train": 61.0, "eval": 30.0})
@@ -269,7 +269,7 @@ def test_eval_saves_a_retest(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = tmp_path / "run"
     train(small_config(folder, preset="shapes-quick", train={"epochs": 1}))
     for argv, expected in (
-        (["--method.lambda_kd", "3"], "lambda_kd is none; allowed: balancing, decision, prior, threshold"),
+        (["--method.lambda_kd", "3"], "lambda_kd is not one; allowed: balancing, decision, prior, threshold"),
         (["--method.balancing", "ratio"], "than the run's own; give one: balancing"),
         ([], "than the run's own; give one: balancing"),
     ):
@@ -321,7 +321,7 @@ def test_runs_are_grouped_over_seeds_only(tmp_path: Path) -> None:
 
 
 def test_folders_of_different_data_are_different_datasets(tmp_path: Path) -> None:
-    """Runs on two folders are not two seeds of one, nor is one of them left out as a copy of the other."""
+    """Runs on two folders are not two seeds of one run, and neither is left out as a copy of the other."""
     for name, seed, root in (("a", 42, "/mine/cats"), ("b", 7, "/mine/dogs"), ("c", 42, "/mine/dogs/")):
         changed = {"data.root": root}
         write_run(tmp_path / f"runs/{name}", dataset="folder", preset="folder", seed=seed, settings=changed)
@@ -433,7 +433,7 @@ def test_joint_fills_every_setting_and_only_all_of_other_tasks(tmp_path: Path) -
     assert next(line for line in table.lines if line.label == "`evidential` (joint)").family == "joint"
 
 
-def test_fewer_seeds_in_a_cell_are_told(tmp_path: Path) -> None:
+def test_fewer_seeds_in_a_cell_are_marked(tmp_path: Path) -> None:
     for seed in (42, 1337):
         write_run(tmp_path / f"runs/{seed}", seed=seed)
     write_run(tmp_path / "runs/one", task="15-5")
@@ -449,7 +449,7 @@ UNEVEN = {"SDR+MiB (Michieli 2021)", "SDR (Michieli 2021)", "PLOP (Douillard 202
 
 
 def test_published_figures_fit_each_other() -> None:
-    """A slip of the finger shows: All is the mean over classes, and with two groups of classes Inc the mean of both."""
+    """This detects misprints: All is the mean over classes, and with two groups of classes Inc is the mean of both."""
     sizes = {"15": (16, 5), "100": (100, 50), "50": (50, 100)}
     checked = 0
     for row in PUBLISHED:
@@ -504,8 +504,8 @@ def test_orders_are_averaged_for_the_same_seed_only(tmp_path: Path) -> None:
     assert [record.order for record in average_orders(read(tmp_path / "runs"))] == ["a", "b"]
 
 
-def test_pixels_told_unlabelled_cost_their_class_and_no_figure_of_their_own() -> None:
-    """A third of every class is told as label 0, of which nothing true is left."""
+def test_pixels_predicted_as_unlabelled_count_against_their_class_only() -> None:
+    """A third of every class is predicted as label 0, of which no pixel is true."""
     protocol = Protocol(ADE20K_INFO, "100-50", "overlapped")
     counts = Counts.zero(151, torch.device("cpu"))
     labels = torch.arange(1, 151)
@@ -516,8 +516,8 @@ def test_pixels_told_unlabelled_cost_their_class_and_no_figure_of_their_own() ->
 
 
 def write_ade(root: Path) -> None:
-    """All 150 classes in ADE20k's layout, in four images: one of the classes that both orders learn first, one of those
-    that both learn later, and two of the others. A few classes fill the image, and these are tested."""
+    """Write all 150 classes in ADE20k's layout, in four images: one with the classes that both orders learn first, one
+    with those that both learn later, and two with the others. A few classes fill the image, and these are tested."""
     later = [set(Protocol(ADE20K_INFO, "100-50", "overlapped", order=order).steps[1].new) for order in ("a", "b")]
     kinds: dict[tuple[bool, ...], list[int]] = {}
     for i in range(1, 151):
@@ -536,21 +536,26 @@ def write_ade(root: Path) -> None:
                 Image.fromarray(pixels).save(path)
 
 
-def test_the_table_of_ade_from_its_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Trained in both orders, and in the table with the mean of their figures, which follow from the counts."""
-    write_ade(tmp_path / "data")
+def train_ade(tmp_path: Path, name: str, *flags: str) -> RunDir:
+    """Train a small network on the images of `write_ade` below `tmp_path`."""
     settings = {
         "model.backbone": "tiny", "model.output_stride": 8, "model.width": 16, "model.dilations": "[1, 2, 3]",
         "train.epochs": 16, "train.batch_size": 2, "train.crop": SIDE, "train.scale": "null", "train.lr": 0.3,
         "train.lr_later": 0.2, "train.workers": 0, "eval.workers": 0, "eval.size": SIDE, "task": "100-50",
         "device": "cpu", "threads": 1,
     }  # fmt: skip
-    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    given = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    where = ["--data", "ade20k", "--root", str(tmp_path / "data"), "--out", f"runs/{name}"]
+    assert main(["train", *where, *given, *flags]) == 0
+    return RunDir(f"runs/{name}")
+
+
+def test_the_table_of_ade_from_its_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trained in both orders, and in the table with the mean of their figures, which follow from the counts."""
+    write_ade(tmp_path / "data")
     found = {}
     for order in ("a", "b"):
-        where = ["--root", str(tmp_path / "data"), "--out", f"runs/{order}"]
-        assert main(["train", "--data", "ade20k", "--order", order, *where, *flags]) == 0
-        run = RunDir(f"runs/{order}")
+        run = train_ade(tmp_path, order, "--order", order)
         row = run.rows()[-1]
         assert [len(row["classes"]) for row in run.rows()] == [100, 50]
         assert set(row["iou"]) == set(ADE20K_INFO.classes)
@@ -574,6 +579,21 @@ def test_the_table_of_ade_from_its_images(tmp_path: Path, capsys: pytest.Capture
         assert order in ours if order else "order" not in ours
         assert "| Evidential (Holmquist, Klasén, Felsberg 2022) |  | 33.3 | **29.1** | 31.9 | 31.2 |" in shown
         assert "Label rules: name mib" in shown
+
+
+def test_the_figure_of_the_supplement_for_ade(tmp_path: Path) -> None:
+    """Order a and b below each other, with and without the weight of foreground side by side."""
+    write_ade(tmp_path / "data")
+    for order in ("a", "b"):
+        for weight in ("true", "false"):
+            flags = ("--order", order, "--method.foreground_weight", weight, "--train.epochs", "1")
+            train_ade(tmp_path, f"{order}-{weight}", *flags)
+    assert main(["report", "runs", "--root", str(tmp_path / "data"), "--out", "page", "--images", "4"]) == 0
+    text = Path("page/index.html").read_text()
+    assert "ade20k: order a against order b" in text
+    drawn = Path("page/figures/ade20k-tasks.svg").read_text()
+    for word in ("order a", "order b", "evidential", "foreground_weight false", "truth", "image"):
+        assert word in drawn, word
 
 
 # --- writers -------------------------------------------------------------------------------------------------
@@ -662,7 +682,7 @@ def test_compare_names_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_warning_is_shown_once_whoever_handles_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training shows warnings by a handler; the tables show their own, on one line."""
+    """Training shows warnings by a handler; the tables print their own, on one line."""
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "runs/b")
     handler, log = logging.StreamHandler(), logging.getLogger("incseg")
@@ -683,12 +703,12 @@ def test_compare_warns_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["compare", "runs"]) == 0
     shown = capsys.readouterr()
     for what in (
-        "label rules stand in one table (mib, plop)",
-        "presets stand in one table (paper-voc, voc-laptop)",
-        "test images stand in one table (data.holdout 10, the test set)",
+        "label rules are in one table (mib, plop)",
+        "presets are in one table (paper-voc, voc-laptop)",
+        "test images are in one table (data.holdout 10, the test set)",
     ):
-        assert f"warning: runs of different {what}" in shown.err
-        assert f"- **Warning**: runs of different {what}" in shown.out
+        assert f"warning: runs with different {what}" in shown.err
+        assert f"- **Warning**: runs with different {what}" in shown.out
     assert "| `evidential` (preset paper-voc, rules mib) |" in shown.out
 
 
@@ -707,7 +727,7 @@ def test_compare_warns_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture
         (["absent", "--everything"], "absent does not exist; give run folders"),
     ],
 )
-def test_a_mistake_costs_one_line(
+def test_a_mistake_gives_one_line(
     argv: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "runs/a")
@@ -780,7 +800,7 @@ def test_compare_leaves_variants_out(study: Path, capsys: pytest.CaptureFixture[
 
 
 def test_best_is_no_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of many variants one is ahead by chance: it must not take the bold type from the methods."""
+    """Of many variants one is best by chance: it must not take the bold type from the methods."""
     write_run(tmp_path / "runs/f", (10, 10, 10, 10), method="finetune")
     retest(write_run(tmp_path / "runs/e"), (91, 91, 91, 91), balancing="odds")
     write_run(tmp_path / "runs/ablations/s", (90, 90, 90, 90), settings={"method.scope": "seen"})
@@ -813,7 +833,7 @@ def script() -> ModuleType:
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two methods, two seeds, an ablation of both seeds, one without default, retests."""
+    """Write two methods, two seeds, an ablation of both seeds, one without default, and retests."""
     runs = tmp_path / "runs/voc-laptop"
     monkeypatch.setattr("sys.argv", ["incseg", "eval", "runs/voc-laptop/e42", "--save"])
     for seed in (42, 1337):
@@ -878,7 +898,7 @@ def test_replayed_images_are_not_ranked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [["--config", "/somewhere/run.yaml"], ["--config=/somewhere/run.yaml"]])
 def test_a_run_from_a_file_of_settings_shows_the_flags_that_say_the_same(given: list[str], tmp_path: Path) -> None:
-    """A queue writes such files, and a reader of the table does not have them."""
+    """Queues write such files, and readers of the table do not have them."""
     settings = {"method.scope": "seen", "model.stages": [3]}
     folder = write_run(tmp_path / "queued", preset="voc-laptop", method="evidential", settings=settings)
     environment = json.loads((folder / "environment.json").read_text())

@@ -1,4 +1,4 @@
-"""The torture harness: what it counts as lost, and its short form over every kind of fault."""
+"""The torture harness: what it counts as lost, and a quick run of every kind of fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small ends of training: less than a batch, one image, a step without images, no test image of a class."""
+"""Edge cases of training: less than a batch, one image, a step without images, no test image of a class."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_image_is_repeated_to_fill_a_batch(tmp_path: Path) -> None:
 
 
 def test_a_model_that_diverged_is_named(tmp_path: Path) -> None:
-    """The last update can leave weights with which training was still finite and the test is not."""
+    """After the last update, training can still be finite while the test is not."""
     config = small_config(tmp_path / "run", task="joint", train={"epochs": 1})
     train(config)
     file = RunDir(config.folder).model(0)
@@ -73,7 +73,7 @@ def test_limited_runs_say_so(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", task="joint", data={"train_limit": 8, "val_limit": 2}, train={"epochs": 1})
     with listening() as shown:
         train(config)
-    assert "a try-out, not the full protocol: at most 8 training images a step, 2 test images" in shown.getvalue()
+    assert "a quick test, not the full protocol: at most 8 training images per step, 2 test images" in shown.getvalue()
 
 
 def test_images_of_any_size_are_tested_one_by_one(tmp_path: Path) -> None:

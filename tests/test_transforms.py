@@ -1,4 +1,4 @@
-"""Transforms: image and mask stay together, chance comes from the generator, conventions of the field."""
+"""Transforms: image and mask agree, randomness comes from the generator, and the usual conventions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def generator(seed: int = 0) -> np.random.Generator:
 
 
 def scene(seed: int, width: int, height: int) -> np.ndarray:
-    """A binary mask of a few rectangles in cells of eight pixels: nothing so thin that nearest would skip it."""
+    """Draw a binary mask of a few rectangles in cells of eight pixels, so that nearest neighbour skips nothing."""
     rng = generator(seed)
     rows, columns = height // 8 + 1, width // 8 + 1
     cells = np.zeros((rows, columns), dtype=np.uint8)
@@ -42,19 +42,20 @@ def scene(seed: int, width: int, height: int) -> np.ndarray:
 
 
 def picture(mask: np.ndarray) -> Image.Image:
-    """The image that shows its own mask."""
+    """Return an image that shows its own mask."""
     return Image.fromarray(np.repeat(mask[..., None] * 255, 3, axis=2).astype(np.uint8))
 
 
 def away_from_edges(labels: np.ndarray, reach: int) -> np.ndarray:
-    """Pixels whose neighbours up to `reach` all have their label."""
+    """Return the pixels whose neighbours up to `reach` all have the same label."""
     padded = np.pad(labels, reach, mode="edge")
     windows = np.lib.stride_tricks.sliding_window_view(padded, (2 * reach + 1, 2 * reach + 1))
     return windows.max(axis=(2, 3)) == windows.min(axis=(2, 3))
 
 
 def assert_aligned(image: torch.Tensor, labels: torch.Tensor) -> None:
-    """The middle between two labels is where the mask changes, so one pixel of doubt is enough."""
+    """Assert that image and mask agree. The mask changes in the middle between two labels, so one pixel of tolerance
+    suffices."""
     decoded = (image[0] >= 0.5).numpy()
     inner = away_from_edges(labels.numpy(), reach=1)
     assert inner.mean() > 0.2
@@ -245,7 +246,7 @@ def test_a_long_strip_is_not_enlarged_before_it_is_cut() -> None:
 
 @pytest.mark.parametrize("size", [(480, 640), (641, 481), (97, 1203), (1203, 97), (37, 53), (1, 1), (5, 300)])
 def test_whole_images_lose_nothing(size: tuple[int, int]) -> None:
-    """Every corner of the image is on the frame, in place; the rest is void and the mean colour."""
+    """Every corner of the image is in the frame, in its place; the rest is void and has the mean colour."""
     width, height = size
     mask = np.full((height, width), 5, dtype=np.uint8)
     mask[0, 0] = mask[-1, 0] = mask[0, -1] = mask[-1, -1] = 7

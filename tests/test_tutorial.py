@@ -1,4 +1,4 @@
-"""docs/tutorial.md can be followed: every command of it runs, in order, with the small sizes that the page names."""
+"""docs/tutorial.md can be followed: all its commands run, in order, with the small sizes that the page names."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     python -m tools.edges_evidence VOC BEFORE AFTER before.json after.json --photos VOC2012/JPEGImages
 
 The models predict the same photographs in turn, so that a busy machine slows both down. Sections of other names in
-results/edges.json stay as they are.
+results/edges.json do not change.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Lab:
         self.measured: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def run(self, key: str, *words: str | Path) -> dict[str, Any]:
-        """The command `incseg WORDS`: its seconds, and of eval its figures."""
+        """Run `incseg WORDS`. Return its seconds, and for eval its figures."""
         if key not in self.measured:
             command = ["incseg", *map(str, words)]
             print(" ".join(command), flush=True)

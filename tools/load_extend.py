@@ -2,10 +2,10 @@
 
     python tools/load_extend.py --ccp CCP --work runs/load
 
-CCP is Clothing Co-Parsing as a folder dataset. A base of two classes is trained, and then extended by `bag` from
-PHOTOGRAPHS others, by so many processes at once: as tenants would, each with a cache of its own, so that features are
-part of it; once more with its features cached. Measured are the processor seconds and the largest memory of each
-process, which a busy machine changes little, and the seconds of the clock, which it does. All extensions must end with
+CCP is Clothing Co-Parsing as a folder dataset. A base of two classes is trained. Then 1, 2 or 4 processes at a time
+extend it by `bag` from PHOTOGRAPHS other images. Each process has its own cache, as tenants would have, so the time
+includes the features; one more run has its features cached. Each process is measured by processor seconds and peak
+memory, which a busy machine hardly changes, and by seconds of the clock, which it does. All extensions must end with
 the same model. Writes results/load.json and results/load.md.
 """
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def at_once(work: Path, commands: Sequence[tuple[str, list[str]]]) -> dict[str, Any]:
-    """Run `incseg WORDS`, all at the same time with one thread each; return what they took."""
+    """Run several `incseg WORDS` at the same time with one thread each. Return their time and memory."""
     began = time.monotonic()
     pids = []
     for cache, words in commands:

@@ -42,7 +42,7 @@ from incseg.report.pictures import (
     with_two_classes,
 )
 from incseg.report.runs import BROKEN, RunRecord, one_line
-from incseg.report.sections import MAIN, MethodRuns, Section
+from incseg.report.sections import MAIN, MethodRuns, Section, differing_names
 from incseg.report.style import Drawn, save_figure
 from incseg.run import open_source, test_images_of
 from incseg.types import BACKGROUND, IGNORE, UserError
@@ -267,7 +267,7 @@ def report_blocks(
     try:
         return found, _tasks(galleries)
     except _FAILURES as error:
-        return found, [Block("Task against task", [f"Left out: {one_line(error)}."])]
+        return found, [Block("Tasks and class orders", [f"Left out: {one_line(error)}."])]
 
 
 # --- what is shown -------------------------------------------------------------------------------------------
@@ -436,7 +436,8 @@ def _steps(gallery: Gallery, methods: Sequence[MethodRuns], chosen: dict[str, in
 
 
 def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
-    """Draw the figure of the supplement: an image after the last step of different tasks on the same test images."""
+    """Draw the figures of the supplement: an image after the last step of different tasks, settings or class orders on
+    the same test images."""
     found = []
     by_photos: dict[tuple[Any, ...], list[Gallery]] = {}
     for gallery in galleries:
@@ -457,12 +458,13 @@ def _tasks(galleries: Sequence[Gallery]) -> list[Block]:
             continue
         photo = max(gaps, key=lambda i: (gaps[i], -i))
         rows = []
+        names = differing_names([gallery.section for gallery in members])
         for number, gallery in enumerate(members):
             predictions = {label: gallery.predictions[label][-1] for label in labels}
             tiles = [Tile(label + _score_text(one, photo), one.predicted[photo]) for label, one in predictions.items()]
-            rows.append(Row([*_photo_tiles(gallery, photo)[number : number + 1], *tiles], gallery.section.task))
+            rows.append(Row([*_photo_tiles(gallery, photo)[number : number + 1], *tiles], names[number]))
             rows[-1] = dataclasses.replace(rows[-1], start=0 if number < 2 else 1)
-        text = caption("tasks", first.photos[photo].name, main)
+        text = caption("tasks", first.photos[photo].name, main, names)
         drawn = save_figure(sheet(rows, first.classes), first.folder, f"{dataset}-tasks", text)
-        found.append(Block(f"{dataset}: task against task", figures=[drawn]))
+        found.append(Block(f"{dataset}: {' against '.join(names)}", figures=[drawn]))
     return found

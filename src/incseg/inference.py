@@ -1,4 +1,4 @@
-"""Load a trained model, show it any image, get labels and uncertainty at the image's size."""
+"""Load a trained model and predict labels and uncertainty of images of any size."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from incseg.report.draw import label_counts, overlay, palette_image, uncertainty
 from incseg.types import BACKGROUND, Increment, UserError
 
 TILE = 1536
-"""Side of a tile: an image of more pixels than a tile has is predicted in tiles."""
+"""Side of a tile. An image with more pixels than a tile is predicted in tiles."""
 LONGEST_ENLARGED = 8
-"""How many times longer than the test size an enlarged image may get: a strip of 30000 × 10 stays as it is."""
+"""Longest side of an enlarged image, in test sizes. So a strip of 30000 × 10 pixels is not enlarged."""
 
 MOST_BYTES = 4 << 30
-"""Of the pixels, scores and probabilities of an image, each."""
+"""Limit on the bytes of the pixels of an image, of its scores, and of its probabilities."""
 
 ONNX_SUFFIX = ".onnx"
 
 _LONGEST_NAME = 180
-"""In bytes: names of files have at most 255, and ours get longer."""
+"""Limit on the bytes of a name. Names of files have at most 255, and suffixes are added."""
 _FAST = 1
-"""Compression of overlays: photographs in PNG take a third of the time so, and a tenth more of the disk."""
+"""Compression level of overlays: photographs in PNG take a third of the time, and a tenth more of the disk."""
 
 ImageLike = Image.Image | np.ndarray | Tensor | str | os.PathLike[str]
 """A file, a Pillow image, an array (H, W), (H, W, 3) or (H, W, 4) of uint8, or a tensor (H, W) or (C, H, W) with 1, 3
@@ -55,12 +55,12 @@ or 4 channels, of uint8 or of floats from 0 to 1."""
 class Result:
     """The prediction for one image, all of it at one size.
 
-    image:         as the model saw it before resizing: RGB, turned the way viewers show it.
+    image:         the image before resizing: RGB, oriented as viewers show it.
     labels:        (H, W) uint8 learnt labels: 0 background, then the classes in the order of learning.
     uncertainty:   (H, W) float32 in [0, 1], by the method's own rule.
-    probabilities: (C+1, H, W) float32, background first; None unless asked for, they are big.
+    probabilities: (C+1, H, W) float32, background first; None unless requested, as they are large.
     classes, class_ids, palette: name, dataset id and colour of each learnt label.
-    name:          what `save` names the files after: the stem of the image's file, or "image".
+    name:          beginning of the names of saved files: the stem of the image's file, or "image".
 
     Example:
         >>> result = model.predict("street.jpg")
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def ids(self) -> np.ndarray:
-        """(H, W) uint8 dataset ids, as the dataset's own masks hold them."""
+        """(H, W) uint8 dataset ids, as in the dataset's own masks."""
         return np.array(self.class_ids, dtype=np.uint8)[self.labels]
 
     @property
@@ -96,16 +96,16 @@ class Result:
         return palette_image(self.ids, _by_id(self.class_ids, self.palette))
 
     def overlay(self) -> Image.Image:
-        """Return the image with each class in its colour and outlined, over a legend of the classes it shows."""
+        """Return the image with each class coloured and outlined, above a legend of the classes shown."""
         return overlay(self.image, self.labels, self.palette, self.classes)
 
     def save(self, path: str | os.PathLike[str]) -> list[Path]:
-        """Write what `incseg predict` writes for an image, and return the files.
+        """Write the same files as `incseg predict` for an image, and return them.
 
         These are NAME_mask.png (indexed, dataset ids), NAME_uncertainty.png (viridis, index = 255 u), NAME_overlay.png
-        and, where there are probabilities, NAME_probabilities.npy (float16).
+        and, if there are probabilities, NAME_probabilities.npy (float16).
 
-        path: a folder, which is made where there is none; or the name of an image, whose stem is then NAME:
+        path: a folder, created if it does not exist; or the name of an image, whose stem is then NAME:
               "predictions/street.jpg" gives predictions/street_mask.png and so on.
         """
         folder, name = Path(path).expanduser(), self.name
@@ -130,7 +130,7 @@ def _save_png(image: Image.Image, path: Path, compress_level: int = 6) -> None:
 
 
 def _by_id(ids: Sequence[int], palette: np.ndarray) -> np.ndarray:
-    """(256, 3) uint8 colours by dataset id; black where there is no class."""
+    """Return (256, 3) uint8 colours by dataset id, black for ids without a class."""
     colours = np.zeros((256, 3), dtype=np.uint8)
     colours[list(ids)] = palette
     return colours
@@ -138,12 +138,12 @@ def _by_id(ids: Sequence[int], palette: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Predictor:
-    """A trained model with the rule of decision of its method.
+    """A trained model with the decision rule of its method.
 
     classes, ids, palette: name, dataset id and (N+1, 3) colour of each learnt label, background first.
-    increments:            what was learnt in which step.
-    info:                  what the model file says of itself: file, step, network, method, protocol, test size.
-    deadline:              a time.monotonic() at which a prediction in progress is given up, None for never.
+    increments:            the classes of each step.
+    info:                  metadata of the model: file, step, network, method, protocol, test size.
+    deadline:              time.monotonic() at which a prediction in progress is aborted; None for no limit.
 
     Example:
         >>> model = incseg.load("runs/mine")
@@ -169,16 +169,16 @@ class Predictor:
 
     @property
     def test_size(self) -> int:
-        """Shorter side of the images the model was tested on; 0 where they were left as they are."""
+        """Shorter side of the images that the model was tested on; 0 if they had their own sizes."""
         return int(self.info["test_size"])
 
     @property
     def palette_by_id(self) -> np.ndarray:
-        """(256, 3) uint8 colours by dataset id; black where the model knows no class."""
+        """(256, 3) uint8 colours by dataset id, black for ids that the model does not know."""
         return _by_id(self.ids, self.palette)
 
     def with_options(self, **options: Any) -> Predictor:
-        """The same network with other options of its method, such as balancing="odds"."""
+        """Return the same network with other options of its method, such as balancing="odds"."""
         settings = {**self.info["method"], **options}
         return replace(self, method=build_method(settings), info={**self.info, "method": settings})
 
@@ -204,19 +204,19 @@ class Predictor:
         self, image: ImageLike | Iterable[ImageLike],
         size: int | None = None, tile: int | None = None, probabilities: bool = False, longest: int | None = None,
     ) -> Result | list[Result] | Iterator[Result]:  # fmt: skip
-        """Return labels and uncertainty of an image of any size and mode; transparency is dropped, as in training.
+        """Return labels and uncertainty of an image of any size and mode. Transparency is dropped, as in training.
 
-        A list of images gives a list of results. Any other iterable gives an iterator, which predicts an image when
-        its result is asked for.
+        A list of images gives a list of results. Any other iterable gives an iterator, which predicts each image when
+        its result is requested.
 
-        The shorter side becomes `size` pixels (by default the test size; 0 leaves the image as it is), but a long
-        strip is enlarged no further than LONGEST_ENLARGED sizes. An image that then has more than tile × tile
-        pixels is predicted in overlapping tiles whose logits are blended. The head adds the mean over what it sees
-        to every position, so a tile has the context of the tile only: near enough where tiles are large, and worth
-        a smaller `size` where they are not.
+        The shorter side becomes `size` pixels (by default the test size; 0 does not resize), but a long strip is not
+        enlarged beyond LONGEST_ENLARGED sizes. If the image then has more than tile × tile pixels, it is predicted in
+        overlapping tiles whose logits are blended. The head adds a mean over its whole input to every position, which
+        in a tile is a mean over the tile. For large tiles the difference is small; if tiles are small, a smaller `size`
+        is better.
 
-        The result has the image's size, or one whose longer side is `longest` where the image is larger; the network
-        sees the same either way.
+        The result has the image's size, or a longer side of `longest` if the image is larger. This does not change the
+        input of the network.
         """
         if isinstance(image, Image.Image | np.ndarray | Tensor | str | os.PathLike):
             return self._predict(image, name_of(image), size, tile, probabilities, longest)
@@ -238,9 +238,9 @@ class Predictor:
         )
 
     def _predict_each(self, images: Iterable[ImageLike], *options: Any) -> Iterator[Result]:
-        """The results of one call have names that differ, so that they can be saved in one folder."""
+        """Yield results with different names, so that they can be saved in one folder."""
         taken: set[str] = set()
-        frames = 0  # images without a file are numbered: the frames of a video may go on for ever
+        frames = 0  # images without a file are numbered: a video may have endless frames
         for image in images:
             name = distinct_name(name_of(image), taken) if _file_of(image) else ""
             if not name:
@@ -269,8 +269,8 @@ class Predictor:
         return result
 
     def _require_memory(self, size: int, width: int, height: int, probabilities: int) -> None:
-        """Refuse what would take memory without bound, before any is taken: a small image can be made large, and each
-        of its pixels gets as many numbers as there are classes."""
+        """Refuse a prediction that would need too much memory, before it is allocated. A small image can be enlarged,
+        and each of its pixels gets as many values as there are classes."""
         stride = self.model.stride
         scores = math.ceil(width / stride) * math.ceil(height / stride) * self.model.num_outputs
         for what, values, remedy in (
@@ -295,9 +295,9 @@ class Predictor:
 
     @torch.inference_mode()
     def _logits(self, image: Image.Image, tile: int) -> Tensor:
-        """(1, C, h, w) logits of an RGB image, blended from tiles where it is large."""
+        """Return the (1, C, h, w) logits of an RGB image, blended from tiles if it is large."""
         unit = self.model.unit
-        fine = unit // self.model.stride  # positions per unit, more than one where the head reads shallower stages
+        fine = unit // self.model.stride  # positions per unit, more than one if the head reads shallower stages
         window = tile // unit
         if window < 4:
             raise UserError(f"tile is {tile}; this model needs tiles of at least {4 * unit} pixels")
@@ -311,7 +311,7 @@ class Predictor:
         for top in _tile_starts(math.ceil(image.height / unit), window, overlap):
             for left in _tile_starts(math.ceil(image.width / unit), window, overlap):
                 self._check_deadline()
-                # Starts are multiples of the stride, so that the tile's positions are the whole image's.
+                # Starts are multiples of the stride, so the positions of a tile are positions of the whole image.
                 right, bottom = min((left + window) * unit, image.width), min((top + window) * unit, image.height)
                 logits = self._run(image.crop((left * unit, top * unit, right, bottom)))
                 rows = slice(top * fine, top * fine + logits.shape[-2])
@@ -334,7 +334,7 @@ class Predictor:
 
     @torch.inference_mode()
     def _decide(self, rgb: Image.Image, logits: Tensor, with_probabilities: bool) -> Result:
-        """The method's rule at the image's own size."""
+        """Apply the method's decision rule at the image's own size."""
         height, width = rgb.height, rgb.width
         labels = np.empty((height, width), dtype=np.uint8)
         uncertainty = np.empty((height, width), dtype=np.float32)
@@ -361,11 +361,11 @@ def load(
     """Return a model, ready to predict, from a model file, a folder steps/K, an .onnx file, a run folder, the name of a
     model that comes with incseg, or the Hugging Face Hub (hf://owner/name or hf://owner/name@revision).
 
-    step:    which step of a run folder; None for the last that is finished.
+    step:    step of a run folder; None for the last finished step.
     device:  cpu, cuda, cuda:N, mps or auto; an .onnx file runs on the CPU.
-    threads: of the CPU; None for torch's own choice.
-    method:  for a model trained by a method from outside incseg, its package.module:Class once more: a model file
-             alone never makes code be imported.
+    threads: CPU threads; None for torch's own choice.
+    method:  package.module:Class of a method from outside incseg. You must name it, because no code is imported only
+             because a model file names it.
 
     Example:
         >>> import incseg
@@ -383,7 +383,7 @@ def load(
             network = OnnxNetwork(model_proto, threads)
         except UserError:
             raise
-        except Exception as error:  # a graph or a description that someone changed can make onnxruntime raise anything
+        except Exception as error:  # onnxruntime can raise anything for a changed graph or description
             raise UserError(f"ONNX file '{file}' is damaged ({_one_line(error)}); export the model again") from error
         return predictor_of(network, network.about, runtime, file, method)
     runtime = Runtime(device, threads=threads)
@@ -403,7 +403,7 @@ def _one_line(error: Exception) -> str:
 def predictor_of(
     model: Segmenter | OnnxNetwork, about: dict[str, Any], runtime: Runtime, file: Path, named_by_user: str | None
 ) -> Predictor:
-    """A network with what its file says of it."""
+    """Return the predictor of a network and the metadata of its file."""
     settings = about.get("method")
     if not (isinstance(settings, dict) and "name" in settings):
         raise UserError(f"model file '{file}' does not name its method; give the model of a step that incseg trained")
@@ -429,7 +429,7 @@ def predictor_of(
 
 
 def require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
-    """Refuse a method from outside that the user did not name: a model file alone never makes code be imported."""
+    """Refuse a method from outside that the user did not name: a model file alone must not import code."""
     trust_named([named_by_user or ""])
     if name not in METHODS and name not in trusted_names():
         raise UserError(
@@ -439,7 +439,7 @@ def require_trusted(file: Path, name: str, named_by_user: str | None) -> None:
 
 
 def _without_lost_options(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without options that another version of the method had and that were off: here they would change nothing."""
+    """Return the settings without unknown options that are off: another version had them, and they change nothing."""
     known = {"name", *(option.name for option in fields(find_method(settings["name"]).Config))}
     return {key: value for key, value in settings.items() if key in known or value}
 
@@ -448,7 +448,7 @@ _IMAGES = "give a file, a Pillow image, an array, a tensor, or several of them"
 
 
 def open_image(image: ImageLike) -> Image.Image:
-    """Any image as the model is shown it: RGB, turned the way viewers show it; of an animation the first frame."""
+    """Return any image as RGB, oriented as viewers show it; of an animation the first frame."""
     if isinstance(image, Tensor):
         image = _from_tensor(image)
     elif isinstance(image, np.ndarray):
@@ -480,7 +480,7 @@ def _file_of(image: ImageLike) -> str | os.PathLike[str]:
 
 
 def distinct_name(name: str, taken: set[str]) -> str:
-    """Return the name, numbered where it is among the `taken` ones, in upper or lower case; and add it to them."""
+    """Return the name, with a number if `taken` has it in upper or lower case, and add it to `taken`."""
     stem = name = os.fsdecode(os.fsencode(name)[:_LONGEST_NAME])
     number = 2
     while name.casefold() in taken:
@@ -490,7 +490,7 @@ def distinct_name(name: str, taken: set[str]) -> str:
 
 
 def images_among(paths: Iterable[Path], where: str) -> list[Path]:
-    """Return the images among some files, sorted; `where` names the files to a person."""
+    """Return the images among some files, sorted. `where` describes the files in the error."""
     files = sorted(p for p in paths if p.suffix.lower() in IMAGE_SUFFIXES and p.name[0] != "." and p.is_file())
     if not files:
         raise UserError(f"{where} holds no image; known are {', '.join(IMAGE_SUFFIXES)}")
@@ -536,7 +536,7 @@ def _read(path: Path) -> Image.Image:
 
 
 def _palette(about: dict[str, Any], ids: Sequence[int]) -> np.ndarray:
-    """The colours in the model file, which knows those of later classes too; Pascal VOC's where there are none."""
+    """Return the colours in the model file, which also has those of later classes; else the colours of Pascal VOC."""
     colours = np.array(about.get("palette", []), dtype=np.uint8)
     if colours.ndim == 2 and len(colours) >= len(ids) and colours.shape[1] == 3:
         return colours[: len(ids)]
@@ -544,18 +544,18 @@ def _palette(about: dict[str, Any], ids: Sequence[int]) -> np.ndarray:
 
 
 def _network_size(width: int, height: int, size: int) -> tuple[int, int]:
-    """(width, height) at which the network sees an image."""
+    """Return (width, height) of the network's input for an image."""
     short, long = sorted((width, height))
     if size == 0 or short == size:
         return width, height
     if size / short > max(1.0, LONGEST_ENLARGED * size / long):
         size, short = max(long, LONGEST_ENLARGED * size), long
-    # The long side is cut, not rounded, as in the test transform.
+    # The long side is rounded down, as in the test transform.
     return max(1, width * size // short), max(1, height * size // short)
 
 
 def _tile_starts(length: int, window: int, overlap: int) -> list[int]:
-    """Where tiles of `window` begin so that they cover `length`, evenly, with at least `overlap` in common."""
+    """Return the starts of tiles of `window` that cover `length` evenly and overlap by at least `overlap`."""
     if length <= window:
         return [0]
     gaps = math.ceil((length - window) / (window - overlap))
@@ -563,10 +563,10 @@ def _tile_starts(length: int, window: int, overlap: int) -> list[int]:
 
 
 def _blend_weights(start: int, stop: int, length: int, overlap: int) -> Tensor:
-    """(stop - start,) weights of a tile along one axis, 1 but towards edges that are not the image's.
+    """Return the (stop - start,) weights of a tile along one axis: 1 except near edges inside the image.
 
-    There the outer quarter of the overlap has no say, because it saw the padding; then the weight grows linearly
-    to 1 at three quarters. Two tiles in their overlap have weights that sum to 1.
+    At such an edge the outer quarter of the overlap has weight 0, because the padding affects it. Then the weight grows
+    linearly to 1 at three quarters. The weights of two overlapping tiles sum to 1.
     """
     cells = torch.arange(start, stop) + 0.5
     distance = torch.full_like(cells, math.inf)

@@ -223,7 +223,7 @@ class Setup:
                 fill(wanted, model, self.source, runtime)
                 return FeatureLoaders(*images, store, test_store, plain, flip, stride)
             except StoreUnwritable as error:
-                log.info(f"{error}; going on without it, which takes longer; set INCSEG_CACHE to another folder")
+                log.info(f"{error}; continuing without it, which takes longer; set INCSEG_CACHE to another folder")
         return PixelLoaders(
             *images,
             source=self.source,
@@ -271,7 +271,7 @@ def _notes(config: RunConfig, source: Source, protocol: Protocol) -> list[str]:
         notes.append(f"tested on {images} held-out training images, not on the test set")
     if data.train_limit or data.val_limit:
         notes.append(
-            f"a try-out, not the full protocol: at most {data.train_limit or 'all'} training images a step, "
+            f"a quick test, not the full protocol: at most {data.train_limit or 'all'} training images per step, "
             f"{data.val_limit or 'all'} test images"
         )
     return notes

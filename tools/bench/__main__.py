@@ -13,7 +13,7 @@ from incseg.io import require_file_name, require_known
 from incseg.types import UserError
 from tools.bench import BENCHES
 from tools.bench.measure import Settings
-from tools.bench.page import keep
+from tools.bench.page import save_sections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     for name in args.names or BENCHES:
         console.print(f"{name} …")
         sections = BENCHES[name](settings)
-        keep(out, name, sections, settings, tuple(BENCHES))
+        save_sections(out, name, sections, settings, tuple(BENCHES))
         for section in sections:
             for aim in section.aims:
                 result = f"{aim.what}: {aim.measured.text()}, {aim.kind} {aim.limit:.3g}"

@@ -139,8 +139,8 @@ def _one_process(bench: str, case: str, settings: Settings, processes: int) -> F
 def cost(prepare: Callable[[Settings], Callable[[], object]], settings: Settings, calls: int = 2) -> Figures:
     """Return the seconds of the fastest call, and the highest peak of memory above the level before a call.
 
-    The same at a quick size goes before, so that what libraries load when first used is not counted; nor is what an
-    allocator keeps of one call when the next begins.
+    A call at the quick size comes first, so that the first use of a library is not counted. Memory that the allocator
+    retains from an earlier call is not counted either.
     """
     prepare(replace(settings, quick=True))()
     work = prepare(settings)
@@ -161,7 +161,7 @@ def _give_back_free_memory() -> None:
 def _restart_peak() -> int:
     """Restart the peak of memory and return the bytes in use.
 
-    getrusage's peak is the parent's after fork and exec, and never falls: it is used where there is no /proc.
+    Without /proc, getrusage is used. Its peak is that of the parent after fork and exec, and never falls.
     """
     with suppress(OSError):
         _CLEAR.write_text("5")

@@ -1,4 +1,4 @@
-"""The confusion matrix of a batch of label maps, against torchmetrics, numpy and scikit-learn where they are."""
+"""The confusion matrix of a batch of label maps, against torchmetrics, numpy and scikit-learn if installed."""
 
 from __future__ import annotations
 

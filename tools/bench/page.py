@@ -22,7 +22,7 @@ _UNITS = {"milliseconds": "ms an image", "megabytes": "extra MB an image"}
 _COLOURS = {"update": BLUE, "prediction": VERMILION}
 
 
-def keep(out: Path, bench: str, sections: Sequence[Section], settings: Settings, order: Sequence[str]) -> None:
+def save_sections(out: Path, bench: str, sections: Sequence[Section], settings: Settings, order: Sequence[str]) -> None:
     """Replace a bench's sections in OUT.json and write the page again. Other benches do not change."""
     file = out.with_name(out.name + ".json")
     benches: dict[str, Any] = read_json(file) if file.exists() else {}

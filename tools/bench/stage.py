@@ -91,7 +91,7 @@ def second_step(
 ) -> tuple[Trainer, Segmenter]:
     """Return a trainer of the evidential method at the second step of 15-5, and its teacher; `images` per update.
 
-    Its batches are pixels, or, where the backbone is frozen, what the head reads of them.
+    Its batches are pixels or, if the backbone is frozen, the features that the head reads.
     """
     protocol = protocol_of((15, 5))
     teacher, model = grown(config, (15,)).frozen_copy(), grown(config, (15, 5)).train()

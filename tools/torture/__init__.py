@@ -1,4 +1,4 @@
-"""Breaking incseg on purpose: one file per kind of fault, its cases as data. Run by `python -m tools.torture`."""
+"""Fault injection: one file per kind of fault, with its cases as data. Run with `python -m tools.torture`."""
 
 import sys
 from pathlib import Path

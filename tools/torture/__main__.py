@@ -1,7 +1,7 @@
-"""Break incseg on purpose and count what is lost: results/torture.md and .json.
+"""Inject faults into incseg and count the cases that end badly: results/torture.md and .json.
 
-python -m tools.torture                 everything, some minutes
-python -m tools.torture inputs --quick  one kind, a few cases of it
+python -m tools.torture                 all kinds, some minutes
+python -m tools.torture inputs --quick  a few cases of one kind
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def run(kind: Kind, seed: int, quick: bool, only: str) -> dict[str, Any]:
-    """Every case in a folder of its own; what was lost, by name."""
+    """Run every case of a kind in its own folder. Return counts by group, and the lost cases with the reason."""
     began = time.monotonic()
     cases, survived, lost = Counter[str](), Counter[str](), []
     for number, case in enumerate(kind.cases(seed, quick)):
@@ -77,11 +77,11 @@ def run(kind: Kind, seed: int, quick: bool, only: str) -> dict[str, Any]:
     ]
     seconds = round(time.monotonic() - began, 1)
     print(f"{kind.name}: {cases.total()} cases, {survived.total()} survived, in {seconds} s", flush=True)
-    return {"groups": groups, "lost": lost, "seconds": seconds, **kind.told()}
+    return {"groups": groups, "lost": lost, "seconds": seconds, **kind.details()}
 
 
 def _read(out: Path) -> dict[str, Any]:
-    """What earlier runs of other kinds found."""
+    """Return the results of earlier runs, for the kinds that are not run now."""
     file = out.with_suffix(".json")
     return json.loads(file.read_text()) if file.exists() else {"kinds": {}}
 
@@ -107,8 +107,8 @@ def page(results: dict[str, Any]) -> str:
         for fault in kind["lost"]:
             lines += ["", f"Lost, {name}, {fault['group']}: {fault['case']}: {fault['reason']}"]
     if moments := results["kinds"].get("kills", {}).get("moments"):
-        told = ", ".join(f"{what} {count}" for what, count in moments.items())
-        lines += ["", f"Where the kills fell: {told}."]
+        counted = ", ".join(f"{what} {count}" for what, count in moments.items())
+        lines += ["", f"Where the kills fell: {counted}."]
     if "determinism" in results:
         lines += ["", "## What is the same", "", *determinism.table(results["determinism"])]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A case, the process it runs in, and what counts as survived."""
+"""A case, the process that it runs in, and the rules for passing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from incseg.cli import main
 from incseg.cli.main import COMMANDS
 
 LIMIT_SECONDS = 300.0
-"""A command that takes longer hangs; the longest here takes seconds on an idle machine."""
+"""A command that takes longer counts as hanging. The longest one takes seconds on an idle machine."""
 MOST_RESIDENT = 1500 * 2**20
-"""Memory that a command may hold, in bytes: a bomb that went off holds more. What it holds is measured. A limit on
-addresses would make a bomb look like a clean refusal."""
+"""Limit on the resident memory of a command, in bytes; a decompression bomb takes more. It is measured, because a limit
+set by the system would make a bomb look like a clean refusal."""
 _ESCAPED = 70
 _CLEAR = re.compile(
     r"(error|warning|note|skipped): \S|stopped; progress is saved"
     r"|TIFF\w+: |tempfile\.tif: |ERROR: Unexpected (segmentation fault|bus error) encountered in worker"
 )
-"""Libtiff inside Pillow and torch's loader processes talk to stderr themselves; our own line comes all the same."""
+"""Allowed lines on stderr. Libtiff in Pillow and torch's loader processes print their own lines beside ours."""
 
 
 def preload() -> None:
-    """Import what any command will, so that no forked process has to; done before the first fork."""
+    """Import everything that a command needs before the first fork, so that forked processes start at once."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module=r"PIL\.")
     for name in COMMANDS:
@@ -50,17 +50,17 @@ def preload() -> None:
 
 
 class Lost(Exception):
-    """What came out of a case instead of what must."""
+    """A case has failed; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One fault.
 
-    group: which row of the page it is counted in.
-    name:  what is done.
-    run:   does it in an empty folder of its own; raises Lost.
-    count: how many faults this is (a chain of kills is one case and several kills).
+    group: row of the page in which it counts.
+    name:  description of the fault.
+    run:   function that injects it in an empty folder and raises Lost if the case fails.
+    count: number of faults; a chain of kills is one case with several.
     """
 
     group: str
@@ -71,19 +71,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Kind:
-    """The cases of one file: `must` says for each group what has to come out."""
+    """The cases of one file. `must` has the expected result of each group."""
 
     name: str
     must: dict[str, str]
     cases: Callable[[int, bool], Sequence[Case]]
     """(seed, quick) -> cases"""
-    told: Callable[[], dict[str, Any]] = dict
-    """What else the cases found out, once they have run."""
+    details: Callable[[], dict[str, Any]] = dict
+    """Further results, called after all cases."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended: by itself, or killed by us or by its time limit."""
+    """A command that has ended by itself or was killed."""
 
     argv: tuple[str, ...]
     code: int
@@ -91,30 +91,30 @@ class Ended:
     err: str
     seconds: float
     resident: int = 0
-    """The most memory that it held, in bytes."""
+    """Peak of its resident memory in bytes."""
 
     def succeeded(self) -> Ended:
-        """Exit 0 and nothing on stderr that a person has to ask about."""
+        """Require exit code 0 and no unclear line on stderr."""
         self.ended_clearly()
         if self.code != 0:
             self._lost(f"exit {self.code}")
         return self
 
     def refused(self, pattern: str) -> Ended:
-        """One line of error that says this, and a non-zero exit."""
+        """Require one line of error that matches a pattern, and a non-zero exit code."""
         self.ended_clearly()
         if self.code == 0:
-            self._lost(f"taken, where a line like '{pattern}' must refuse it")
+            self._lost(f"accepted instead of refused by a line like '{pattern}'")
         if not re.search(pattern, self.err + self.out):
             self._lost(f"no line like '{pattern}'")
         return self
 
     def ended_clearly(self) -> Ended:
-        """Success, or one clear line with a non-zero exit: no traceback, no signal, no hang."""
+        """Require success, or one clear line with a non-zero exit code: no traceback, no signal, no hang."""
         lines = self.err.splitlines()
         errors = [line for line in lines if line.startswith("error:")]
         if self.resident > MOST_RESIDENT:
-            self._lost(f"held {self.resident / 2**20:.0f} MB of memory after {self.seconds:.0f} s")
+            self._lost(f"{self.resident / 2**20:.0f} MB of memory after {self.seconds:.0f} s")
         if self.code == -signal.SIGKILL:
             self._lost(f"still running after {self.seconds:.0f} s")
         if self.code < 0:
@@ -129,11 +129,11 @@ class Ended:
 
     def _lost(self, what: str) -> NoReturn:
         last = (self.err or self.out).strip().splitlines()[-1:]
-        raise Lost(f"{what}; incseg {' '.join(self.argv)!r} said {' '.join(last)[:300]!r}")
+        raise Lost(f"{what}; incseg {' '.join(self.argv)!r} printed {' '.join(last)[:300]!r}")
 
 
 class Running:
-    """`incseg ARGV` in a process of its own, forked from this one, so that it starts at once."""
+    """`incseg ARGV` in its own process, forked from this one so that it starts at once."""
 
     def __init__(self, argv: Sequence[object], cache: Path, prepare: Callable[[], None] = lambda: None) -> None:
         self.argv = tuple(map(str, argv))
@@ -141,9 +141,9 @@ class Running:
         self.started = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
-            self._be_the_command(cache, prepare)
+            self._run_command(cache, prepare)
 
-    def _be_the_command(self, cache: Path, prepare: Callable[[], None]) -> NoReturn:
+    def _run_command(self, cache: Path, prepare: Callable[[], None]) -> NoReturn:
         code = _ESCAPED
         try:
             os.setsid()
@@ -168,15 +168,15 @@ class Running:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
-    def said(self) -> str:
-        """On stdout, so far."""
+    def printed(self) -> str:
+        """Return what is on stdout so far."""
         return os.pread(self._out.fileno(), 1 << 16, 0).decode("utf-8", "replace")
 
     def ended(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self, seconds: float = LIMIT_SECONDS) -> Ended:
-        """Until it ends, or is killed with all its processes because it does not, or takes too much memory."""
+        """Wait until it ends. Kill it with all its processes if it takes too long or too much memory."""
         deadline, looks = time.monotonic() + seconds, 0
         while not self.ended():
             looks += 1
@@ -195,7 +195,7 @@ class Running:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds now; 0 where it has just ended."""
+    """Return the resident memory of a process in bytes; 0 if it has just ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -210,6 +210,6 @@ def incseg(
 
 @contextlib.contextmanager
 def own_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A folder that goes when the case ends."""
+    """Yield a folder that is deleted at the end of the case."""
     with tempfile.TemporaryDirectory(prefix="torture-", dir=parent, ignore_cleanup_errors=True) as name:
         yield Path(name)

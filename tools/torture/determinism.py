@@ -1,4 +1,4 @@
-"""What two runs of the same settings have in common: every bit, or how nearly."""
+"""Compare two runs with the same settings: bit-identical, or the size of the difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Runner = Callable[[Path, dict[str, Any]], Path]
 
 
 def matrix() -> list[dict[str, Any]]:
-    """Rows: what differs between two runs, over which settings, and the largest differences found."""
+    """Return a row per pair of runs: how they were made, the settings, and the largest differences."""
     plain = functools.partial(_run, name="plain")
     compared: list[tuple[str, str, dict[str, Any], Runner, Runner]] = [
         ("the same seed twice", "", {}, plain, functools.partial(_run, name="again")),

@@ -1,4 +1,4 @@
-"""The disk and the clock: full, read-only, gone, in use by another, and a time that jumps."""
+"""Faults of the disk and the clock: full, read-only, deleted, in use by another process, a clock that jumps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cases(seed: int, quick: bool) -> list[Case]:
         "files from 1901": functools.partial(_touched, -(2.0**31)),
         "the clock goes back an hour at every look": functools.partial(_clock, -3600.0),
         "the clock goes on a year at every look": functools.partial(_clock, 3600.0 * 24 * 365),
-        "the clock stands": functools.partial(_clock, None),
+        "the clock stops": functools.partial(_clock, None),
     }
     others = {
         "train beside train": _two_runs,
@@ -84,8 +84,8 @@ def _no_large_files(size: int, folder: Path) -> None:
 
     ended = _to_a_file(command, folder, limit)
     if ended.code == 0:
-        raise Lost("it says that it could write everything")
-    _goes_on(command, folder)
+        raise Lost("it reports success although files could not be written")
+    _resumes(command, folder)
 
 
 def _to_a_file(command: list[object], folder: Path, limit: Callable[[], None]) -> Ended:
@@ -94,7 +94,7 @@ def _to_a_file(command: list[object], folder: Path, limit: Callable[[], None]) -
     )
 
 
-def _goes_on(command: list[object], folder: Path) -> None:
+def _resumes(command: list[object], folder: Path) -> None:
     incseg(command, folder / "cache").succeeded()
     require_same(finished(), folder / "run")
 
@@ -113,7 +113,7 @@ def _small_disk(kilobytes: int, folder: Path) -> None:
 
 
 def _small_cache(kilobytes: int, folder: Path) -> None:
-    """A cache that fills up is done without."""
+    """Fill the disk of the cache: the run continues without the cache."""
     plain = settings(folder / "plain.yaml", folder / "plain", **CACHED)
     incseg(plain, folder / "cache").succeeded()
     command = settings(folder / "settings.yaml", folder / "run", **CACHED)
@@ -123,7 +123,7 @@ def _small_cache(kilobytes: int, folder: Path) -> None:
             ended.refused("the feature cache needs .* GB and .* has .* GB free; set INCSEG_CACHE")
     incseg(command, folder / "cache").succeeded()
     if not ended.code and "feature cache cannot be written" in ended.out:
-        return  # computed from pixels in full precision, which is another run to the last digits
+        return  # computed from pixels in full precision, so the last digits differ
     require_same(folder / "plain", folder / "run")
 
 
@@ -170,11 +170,11 @@ def _enlarge(place: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True, capture_output=True)
 
 
-# --- not to be written ---------------------------------------------------------------------------------------
+# --- not writable --------------------------------------------------------------------------------------------
 
 
-def _nobody() -> None:
-    """Permissions do not bind root."""
+def _drop_root() -> None:
+    """Become an ordinary user: permissions do not apply to root."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -182,7 +182,7 @@ def _nobody() -> None:
 
 
 def _open_to_all(folder: Path) -> None:
-    """As far as `folder`, and all in it."""
+    """Make `folder` and everything in it accessible to all users."""
     folder.chmod(0o755)
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o777 if path.is_dir() else 0o666)
@@ -193,7 +193,7 @@ def _unwritable_parent(folder: Path) -> None:
     command = settings(folder / "settings.yaml", folder / "closed" / "run")
     _open_to_all(folder)
     (folder / "closed").chmod(0o555)
-    incseg(command, folder / "cache", _nobody).refused(r"cannot write the run folder .*; choose another with --out")
+    incseg(command, folder / "cache", _drop_root).refused(r"cannot write the run folder .*; choose another with --out")
 
 
 def _unwritable_run(folder: Path) -> None:
@@ -203,9 +203,9 @@ def _unwritable_run(folder: Path) -> None:
     _open_to_all(folder)
     for path in [run, *run.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
-    incseg(again(folder), folder / "cache", _nobody).refused("cannot write the run folder")
+    incseg(again(folder), folder / "cache", _drop_root).refused("cannot write the run folder")
     _open_to_all(folder)
-    incseg(again(folder), folder / "cache", _nobody).succeeded()
+    incseg(again(folder), folder / "cache", _drop_root).succeeded()
     require_same(finished(), run)
 
 
@@ -214,9 +214,9 @@ def _unwritable_cache(folder: Path) -> None:
     (folder / "cache").mkdir()
     _open_to_all(folder)
     (folder / "cache").chmod(0o555)
-    ended = incseg(command, folder / "cache", _nobody).succeeded()
-    if "going on without it" not in ended.out:
-        raise Lost("it did not say that the cache cannot be written")
+    ended = incseg(command, folder / "cache", _drop_root).succeeded()
+    if "continuing without it" not in ended.out:
+        raise Lost("it did not report that the cache cannot be written")
 
 
 def _unwritable_results(folder: Path) -> None:
@@ -225,7 +225,7 @@ def _unwritable_results(folder: Path) -> None:
     run = copy_of_finished(folder)
     _open_to_all(folder)
     (folder / "out").chmod(0o555)
-    incseg(["predict", run, images, "--out", folder / "out"], folder / "cache", _nobody).refused("Permission denied")
+    incseg(["predict", run, images, "--out", folder / "out"], folder / "cache", _drop_root).refused("Permission denied")
 
 
 def _unreadable_run(folder: Path) -> None:
@@ -233,9 +233,9 @@ def _unreadable_run(folder: Path) -> None:
     _open_to_all(folder)
     for name in ("config.yaml", "steps/2/model.safetensors", "results.json"):
         (run / name).chmod(0)
-        ended = [incseg([c, run], folder / "cache", _nobody).ended_clearly() for c in ("eval", "compare")]
+        ended = [incseg([c, run], folder / "cache", _drop_root).ended_clearly() for c in ("eval", "compare")]
         if not any(one.code for one in ended):
-            raise Lost(f"{name} cannot be read, and no one says so")
+            raise Lost(f"{name} cannot be read, and no command reports it")
         (run / name).chmod(0o666)
 
 
@@ -244,16 +244,16 @@ def _unwritable_table(folder: Path) -> None:
     (folder / "closed").mkdir()
     _open_to_all(folder)
     (folder / "closed").chmod(0o555)
-    incseg(["compare", run, "--out", folder / "closed" / "table.md"], folder / "cache", _nobody).refused(
+    incseg(["compare", run, "--out", folder / "closed" / "table.md"], folder / "cache", _drop_root).refused(
         "Permission denied"
     )
 
 
-# --- gone ----------------------------------------------------------------------------------------------------
+# --- deleted -------------------------------------------------------------------------------------------------
 
 
 def _vanishing(what: str, moment: float, folder: Path) -> None:
-    """Something is deleted while the run goes on; afterwards the same command leads to the same end."""
+    """Delete something during the run. Afterwards the same command must give the same result."""
     command = settings(folder / "settings.yaml", folder / "run", **CACHED, task="6-2")
     plain = incseg(settings(folder / "plain.yaml", folder / "plain", **CACHED), folder / "cache2").succeeded()
     running = Running(command, folder / "cache")
@@ -263,8 +263,8 @@ def _vanishing(what: str, moment: float, folder: Path) -> None:
     if what == "a finished step":
         while not (folder / "run/steps/0/row.json").exists() and not running.ended():
             time.sleep(0.001)
-    gone = {"the run": folder / "run", "the cache": folder / "cache", "a finished step": folder / "run/steps/0"}[what]
-    shutil.rmtree(gone, ignore_errors=True)
+    place = {"the run": folder / "run", "the cache": folder / "cache", "a finished step": folder / "run/steps/0"}[what]
+    shutil.rmtree(place, ignore_errors=True)
     running.wait().ended_clearly()
     incseg(command, folder / "cache").succeeded()
     require_same(folder / "plain", folder / "run")
@@ -274,15 +274,15 @@ def _vanishing(what: str, moment: float, folder: Path) -> None:
 
 
 def _touched(when: float, folder: Path) -> None:
-    """Times of files that make no sense: the run goes on, evaluates, and caches are listed and cleared."""
+    """Give files absurd dates. The run must still resume and be evaluated, and caches be listed and cleared."""
     command = settings(folder / "settings.yaml", folder / "run", **CACHED, reuse=True)
     incseg(command, folder / "cache").succeeded()
-    shutil.copytree(folder / "run", folder / "kept")
+    shutil.copytree(folder / "run", folder / "copy")
     (folder / "run/steps/2/row.json").unlink()
     for path in folder.rglob("*"):
         os.utime(path, (when, when))
     incseg(command, folder / "cache").succeeded()
-    require_same(folder / "kept", folder / "run")
+    require_same(folder / "copy", folder / "run")
     for argv in (["cache", "list"], ["eval", folder / "run"], ["compare", folder / "run"], ["cache", "clear", "--all"]):
         incseg(argv, folder / "cache").succeeded()
 
@@ -291,11 +291,11 @@ def _clock(jump: float | None, folder: Path) -> None:
     def fake() -> None:
         now = [1.7e9]
 
-        def told() -> float:
+        def fake_time() -> float:
             now[0] += jump or 0.0
             return now[0]
 
-        time.time = told  # type: ignore[assignment]
+        time.time = fake_time  # type: ignore[assignment]
 
     command = settings(folder / "settings.yaml", folder / "run", train={"checkpoint_seconds": 0.0})
     incseg(command, folder / "cache", fake).succeeded()
@@ -328,7 +328,7 @@ def _many_at_once(folder: Path) -> None:
 
 
 def _readers_beside(folder: Path) -> None:
-    """Readers see whole steps only."""
+    """Read a run while it trains: commands must see finished steps only."""
     command = settings(folder / "settings.yaml", folder / "run", train={"checkpoint_seconds": 0.0})
     images = _some_images(folder, 1)
     writer = Running(command, folder / "cache")

@@ -1,4 +1,4 @@
-"""Files that rot on disk: truncated or with one bit turned, each is found out, named, and made again."""
+"""Damaged files, truncated or with one flipped bit: each must be detected, named, and written again."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def cases(seed: int, quick: bool) -> list[Case]:
     checks: dict[str, Callable[..., None]] = {
         "checkpoint": _checkpoint,
         "feature cache": _block,
-        "kept steps (--reuse)": _kept_step,
+        "kept steps (--reuse)": _cached_step,
         "model of a step": functools.partial(_file_of_a_step, "model.safetensors"),
         "state of a step": functools.partial(_file_of_a_step, "state.safetensors"),
         "row of a step": functools.partial(_file_of_a_step, "row.json"),
         "results": _results,
-        "other files of a cache": _notes,
+        "other files of a cache": _descriptions,
     }
     found = []
     for group, check in checks.items():
-        for accident, wound in _ACCIDENTS.items():
-            for number in range(1 if quick else 3 if accident.endswith("bit turned") else 1):
-                wounded = functools.partial(wound, random.Random(draw.randrange(2**32)))
-                found.append(Case(group, f"{accident}, {number}", functools.partial(check, wounded)))
+        for what, damage in _DAMAGES.items():
+            for number in range(1 if quick else 3 if "bit" in what else 1):
+                damaged = functools.partial(damage, random.Random(draw.randrange(2**32)))
+                found.append(Case(group, f"{what}, {number}", functools.partial(check, damaged)))
     return found[::17] if quick else found
 
 
@@ -49,38 +49,38 @@ def _cut(draw: random.Random, content: bytes) -> bytes:
     return content[: draw.randrange(1, len(content))]
 
 
-def _turned(draw: random.Random, content: bytes) -> bytes:
+def _flipped(draw: random.Random, content: bytes) -> bytes:
     bit = draw.randrange(len(content) * 8)
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
-def _turned_at_the_end(draw: random.Random, content: bytes) -> bytes:
-    """Where tensors and figures are, not the header."""
+def _flipped_at_the_end(draw: random.Random, content: bytes) -> bytes:
+    """Flip a bit of the second half, which has tensors and figures, not the header."""
     half = len(content) // 2
-    return content[:half] + _turned(draw, content[half:])
+    return content[:half] + _flipped(draw, content[half:])
 
 
-_ACCIDENTS: dict[str, Callable[[random.Random, bytes], bytes]] = {
-    "a bit turned": _turned,
-    "in the second half a bit turned": _turned_at_the_end,
+_DAMAGES: dict[str, Callable[[random.Random, bytes], bytes]] = {
+    "a flipped bit": _flipped,
+    "a flipped bit in the second half": _flipped_at_the_end,
     "cut": _cut,
     "emptied": lambda draw, content: b"",
     "zeros": lambda draw, content: bytes(len(content)),
     "random bytes": lambda draw, content: draw.randbytes(len(content)),
 }
-Wound = Callable[[bytes], bytes]
+Damage = Callable[[bytes], bytes]
 
 
-def _wound(file: Path, wound: Wound) -> None:
-    file.write_bytes(wound(file.read_bytes()))
+def _damage(file: Path, damage: Damage) -> None:
+    file.write_bytes(damage(file.read_bytes()))
 
 
-def _checkpoint(wound: Wound, folder: Path) -> None:
+def _checkpoint(damage: Damage, folder: Path) -> None:
     command = settings(folder / "settings.yaml", folder / "run", train={"checkpoint_seconds": 0.0})
     shutil.copytree(_interrupted(), folder / "run")
-    _wound(folder / "run" / "checkpoint.safetensors", wound)
+    _damage(folder / "run" / "checkpoint.safetensors", damage)
     ended = incseg(command, folder / "cache").succeeded()
     if "checkpoint.safetensors" not in ended.out:
         raise Lost("the damaged checkpoint was not named")
@@ -89,7 +89,7 @@ def _checkpoint(wound: Wound, folder: Path) -> None:
 
 @functools.cache
 def _interrupted() -> Path:
-    """A run that was killed in step 1 with a checkpoint of it."""
+    """Return a run that was killed in step 1 and has a checkpoint of it."""
     folder = finished().parent / "interrupted"
     command = settings(folder.parent / "interrupted.yaml", folder, train={"checkpoint_seconds": 0.0})
     running = Running(command, folder.parent / "cache")
@@ -101,31 +101,31 @@ def _interrupted() -> Path:
     return folder if (folder / "checkpoint.safetensors").exists() else _interrupted()
 
 
-def _block(wound: Wound, folder: Path) -> None:
+def _block(damage: Damage, folder: Path) -> None:
     incseg(settings(folder / "plain.yaml", folder / "plain", **CACHED), folder / "cache").succeeded()
     block = max((folder / "cache/features").glob("shapes-train-*/block-*.bin"))
-    _wound(block, wound)
+    _damage(block, damage)
     ended = incseg(settings(folder / "settings.yaml", folder / "run", **CACHED), folder / "cache").succeeded()
     if f"made again: {block}" not in ended.out:
         raise Lost("the damaged block was not named")
     require_same(folder / "plain", folder / "run")
 
 
-def _kept_step(wound: Wound, folder: Path) -> None:
+def _cached_step(damage: Damage, folder: Path) -> None:
     incseg(settings(folder / "plain.yaml", folder / "plain", reuse=True), folder / "cache").succeeded()
-    kept = sorted((folder / "cache/steps").glob("*/*"))
-    _wound(kept[len(wound(b"which one?")) % len(kept)], wound)
+    files = sorted((folder / "cache/steps").glob("*/*"))
+    _damage(files[len(damage(b"which one?")) % len(files)], damage)
     incseg(settings(folder / "settings.yaml", folder / "run", reuse=True), folder / "cache").succeeded()
     require_same(finished(), folder / "run")
 
 
-def _file_of_a_step(name: str, wound: Wound, folder: Path) -> None:
-    """The last of two finished steps of three is damaged: the line names the file, and what it says to do helps."""
+def _file_of_a_step(name: str, damage: Damage, folder: Path) -> None:
+    """Damage the last of two finished steps of three. The error must name the file and a remedy that works."""
     run = copy_of_finished(folder)
     shutil.rmtree(run / "steps/2")
     (run / "results.json").unlink()
     file = run / "steps/1" / name
-    _wound(file, wound)
+    _damage(file, damage)
     ended = incseg(again(folder), folder / "cache").ended_clearly()
     if ended.code:
         ended.refused(rf"{re.escape(str(file))}.*delete it")
@@ -135,20 +135,20 @@ def _file_of_a_step(name: str, wound: Wound, folder: Path) -> None:
     require_same(finished(), run)
 
 
-def _results(wound: Wound, folder: Path) -> None:
+def _results(damage: Damage, folder: Path) -> None:
     run = copy_of_finished(folder)
     sound = incseg(["compare", run], folder / "cache").succeeded()
-    _wound(run / "results.json", wound)
+    _damage(run / "results.json", damage)
     ended = incseg(["compare", run], folder / "cache").ended_clearly()
-    if ended.code or ended.out != sound.out:  # a bit can turn where it means nothing
+    if ended.code or ended.out != sound.out:  # a flipped bit may have no meaning
         ended.refused("results.json")
     incseg(again(folder), folder / "cache").succeeded()
     require_same(finished(), run)
     incseg(["compare", run], folder / "cache").succeeded()
 
 
-def _notes(wound: Wound, folder: Path) -> None:
-    """What a cache says of itself, and lists that are made once."""
+def _descriptions(damage: Damage, folder: Path) -> None:
+    """Damage the descriptions of caches, and cached lists."""
     root = folder / "shapes"
     export = ["data", "export", "--data", "shapes", "--limit", 12, "--out", root]
     incseg(export, folder / "cache").succeeded()
@@ -156,7 +156,7 @@ def _notes(wound: Wound, folder: Path) -> None:
     incseg(settings(folder / "plain.yaml", folder / "plain", **flags, **CACHED), folder / "cache").succeeded()
     for file in (folder / "cache").rglob("*"):
         if file.is_file() and file.suffix != ".bin" and file.stat().st_size:
-            _wound(file, wound)
+            _damage(file, damage)
     incseg(settings(folder / "settings.yaml", folder / "run", **flags, **CACHED), folder / "cache").succeeded()
     require_same(folder / "plain", folder / "run")
     incseg(["cache", "list"], folder / "cache").succeeded()

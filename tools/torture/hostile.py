@@ -1,4 +1,4 @@
-"""Files that no one should give a program: images by hand and by chance, pickles with a payload, YAML that grows."""
+"""Make hostile files: damaged images, decompression bombs, pickles with a payload, safetensors with a false header."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoded(image: Image.Image, suffix: str, **options: object) -> bytes:
 
 
 def any_image(draw: random.Random) -> tuple[str, bytes]:
-    """A sound file of any format and mode: (suffix, content)."""
+    """Return a valid image file of a random format and mode: (suffix, content)."""
     suffix = draw.choice(list(FORMATS))
     mode = draw.choice(_MODES[suffix])
     options: dict[str, object] = {}
@@ -47,17 +47,17 @@ def any_image(draw: random.Random) -> tuple[str, bytes]:
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """The content after one to three accidents."""
+    """Return the content with one to three random damages."""
     for _ in range(draw.randint(1, 3)):
         at, other = sorted((draw.randrange(len(content) + 1), draw.randrange(len(content) + 1)))
-        accident = draw.randrange(5)
-        if accident == 0:
+        damage = draw.randrange(5)
+        if damage == 0:
             content = content[:other]
-        elif accident == 1:
+        elif damage == 1:
             content = content[:at] + draw.randbytes(min(other - at, 8)) + content[at + min(other - at, 8) :]
-        elif accident == 2:
+        elif damage == 2:
             content = content[:at] + content[other:]
-        elif accident == 3:
+        elif damage == 3:
             content = content[:other] + content[at:]
         elif content:
             bit = draw.randrange(len(content) * 8)
@@ -69,21 +69,21 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 
 def png_bomb(side: int) -> bytes:
-    """A small PNG that says it has side × side pixels."""
+    """Return a small PNG whose header claims side × side pixels."""
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    body = zlib.compress(bytes(min(side * (1 + side // 8), 10 * 10**6)), 9)  # as much of them as it takes to begin
+    body = zlib.compress(bytes(min(side * (1 + side // 8), 10 * 10**6)), 9)  # enough for the decoder to start
     chunks = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
     parts = (struct.pack(">I", len(c)) + n + c + struct.pack(">I", zlib.crc32(n + c)) for n, c in chunks)
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def thin_png(width: int, height: int) -> bytes:
-    """A sound PNG of this size, black: it packs to a thousandth."""
+    """Return a valid black PNG of this size; it compresses to a thousandth."""
     return encoded(Image.new("L", (width, height)), "png")
 
 
 def text_bomb_png() -> bytes:
-    """A PNG whose comment unpacks to 200 MB."""
+    """Return a PNG whose comment decompresses to 200 MB."""
     whole = encoded(Image.new("RGB", (8, 8)), "png")
     comment = b"Comment\0\0" + zlib.compress(bytes(200 * 10**6), 9)
     chunk = struct.pack(">I", len(comment)) + b"zTXt" + comment + struct.pack(">I", zlib.crc32(b"zTXt" + comment))
@@ -99,11 +99,11 @@ class _Payload:
 
 
 def pickled(file: Path, protocol: int = 4) -> bytes:
-    """A pickle that makes `file` when it is opened."""
+    """Return a pickle that creates `file` when it is loaded."""
     return pickle.dumps({"state_dict": _Payload(file), "model": _Payload(file)}, protocol=protocol)
 
 
 def safetensors_with_header(header: object, body: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file whose header is anything, and whose first number may lie about its length."""
+    """Return a safetensors file with any header, and with a false length of it if given."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + body

@@ -1,4 +1,4 @@
-"""Hostile and broken inputs: each ends in success or in one clear line, and nothing is unpickled with code."""
+"""Hostile and broken inputs: each must end in success or in one clear line, and no pickle may be loaded."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ GOOD, BAD, ANY = "good", "bad", "any"
 
 
 def _images_by_hand() -> dict[str, tuple[str, Callable[[], bytes], str]]:
-    """name -> (file name, content, whether it must be read)"""
+    """Return name -> (file name, content, whether it must be read)."""
     draw = random.Random(0)
 
     def drawn(suffix: str, mode: str = "RGB", width: int = 20, height: int = 15, **options: Any) -> Callable[[], bytes]:
@@ -166,7 +166,7 @@ def _damaged_images(seed: int) -> Case:
 
 
 def _predict(files: Sequence[tuple[str, bytes]], verdict: str, folder: Path) -> None:
-    """Every file is either in predictions.json with a mask of its size, or skipped with a line that names it."""
+    """Predict files. Each must be in predictions.json with a mask of its size, or skipped with a line that names it."""
     (folder / "in").mkdir()
     for name, content in files:
         (folder / "in" / name).write_bytes(content)
@@ -177,16 +177,16 @@ def _predict(files: Sequence[tuple[str, bytes]], verdict: str, folder: Path) -> 
     ended.ended_clearly()
     if not (folder / "out" / "predictions.json").is_file():
         raise Lost(f"no predictions.json: {ended.err.strip()[-200:]}")
-    told = json.loads((folder / "out" / "predictions.json").read_text())
-    if len(told["images"]) + len(told["skipped"]) != len(files):
+    report = json.loads((folder / "out" / "predictions.json").read_text())
+    if len(report["images"]) + len(report["skipped"]) != len(files):
         raise Lost("a file is neither predicted nor skipped")
-    if bool(told["skipped"]) != (ended.code == 1):
-        raise Lost(f"exit {ended.code} with {len(told['skipped'])} files skipped")
-    if verdict in (GOOD, BAD) and bool(told["images"]) != (verdict == GOOD):
-        raise Lost(f"a {verdict} file was {'read' if told['images'] else 'refused'}: {ended.err.strip()[-200:]}")
-    for one in told["images"]:
+    if bool(report["skipped"]) != (ended.code == 1):
+        raise Lost(f"exit {ended.code} with {len(report['skipped'])} files skipped")
+    if verdict in (GOOD, BAD) and bool(report["images"]) != (verdict == GOOD):
+        raise Lost(f"a {verdict} file was {'read' if report['images'] else 'refused'}: {ended.err.strip()[-200:]}")
+    for one in report["images"]:
         with Image.open(folder / "out" / f"{one['name']}_mask.png") as mask, Image.open(one["file"]) as image:
-            sides = {image.size, image.size[::-1]}  # EXIF may turn it
+            sides = {image.size, image.size[::-1]}  # EXIF may rotate it
             if mask.size not in sides or np.asarray(mask).max() > 10:
                 raise Lost(f"{one['file']} has {image.size} pixels and its mask {mask.size}")
 
@@ -198,7 +198,7 @@ def _dataset(
     classes: bytes = b"cat\ndog\n",
     size: tuple[int, int] = (20, 15),
 ) -> Path:
-    """A dataset of two sound pairs and these files."""
+    """Write a dataset of two valid pairs and these files."""
     draw, root = random.Random(5), folder / "data"
     (root / "images").mkdir(parents=True)
     (root / "masks").mkdir()
@@ -214,7 +214,7 @@ def _dataset(
 
 
 def _check_of(root: Path) -> list[object]:
-    """The command that checks a dataset, with its contact sheet beside it."""
+    """Return the command that checks a dataset, with the contact sheet beside it."""
     return ["data", "check", "--data", "folder", "--root", root, "--sheet", root.parent / "sheet.png"]
 
 
@@ -230,7 +230,7 @@ def _check_dataset(images: dict[str, bytes], verdict: str, folder: Path) -> None
 
 
 def _masks_by_hand() -> dict[str, tuple[Callable[[], bytes], str]]:
-    """name -> (mask of a 20 × 15 image with two classes, what data check must say; empty where it is sound)"""
+    """Return name -> (mask of a 20 × 15 image with two classes, expected output of data check; empty if valid)."""
 
     def mask(values: Any, suffix: str = "png", mode: str | None = None, **options: Any) -> Callable[[], bytes]:
         def make() -> bytes:
@@ -310,7 +310,7 @@ def _damaged_masks(seed: int) -> Case:
 
 
 def _class_files() -> dict[str, tuple[bytes, str]]:
-    """name -> (content, what must be said; empty where it is taken)"""
+    """Return name -> (content, expected error; empty if the file is valid)."""
     return {
         "plain": (b"cat\ndog\n", ""),
         "byte order mark": (b"\xef\xbb\xbfcat\ndog\n", ""),
@@ -324,8 +324,8 @@ def _class_files() -> dict[str, tuple[bytes, str]]:
         "names like markup": (b"[red]cat[/red]\n[/]\n", ""),
         "names like formats": (b"{0}%s\n{cat!r}\n", ""),
         "a name of 5000 letters": (b"c" * 5000 + b"\ndog\n", ""),
-        "twice": (b"cat\ncat\n", "'cat' comes twice"),
-        "twice but for blanks": (b"cat\n cat \n", "'cat' comes twice"),
+        "twice": (b"cat\ncat\n", "'cat' is listed twice"),
+        "twice but for blanks": (b"cat\n cat \n", "'cat' is listed twice"),
         "empty": (b"", "it has 0 classes"),
         "only background": (b"background\n", "it has 0 classes"),
         "background in the middle": (b"cat\nbackground\ndog\n", "not on the first line"),
@@ -367,12 +367,12 @@ def _random_classes(seed: int) -> Case:
 
 
 def _lists() -> dict[str, tuple[str, bytes, str]]:
-    """name -> (file, content, what must be said)"""
+    """Return name -> (file, content, expected error)."""
     return {
         "train.txt with a path": ("train.txt", b"../../etc/passwd\n", "is a path"),
         "train.txt with an absolute path": ("train.txt", b"/etc/passwd\n", "is a path"),
         "train.txt with an unknown name": ("train.txt", b"nobody\n", "1 of 1 names have no image"),
-        "train.txt with a name twice": ("train.txt", b"sound0\nsound0.png\n", "comes twice"),
+        "train.txt with a name twice": ("train.txt", b"sound0\nsound0.png\n", "is listed twice"),
         "train.txt empty": ("train.txt", b"", "no image left for training"),
         "train.txt not UTF-8": ("train.txt", b"\xff", "is not UTF-8"),
         "val.txt with all images": ("val.txt", b"sound0\nsound1\n", "no image left for training"),
@@ -381,7 +381,7 @@ def _lists() -> dict[str, tuple[str, bytes, str]]:
         "presence with a negative id": ("presence", b"sound0 -1\n", "'-1' is not a class"),
         "presence with Arabic digits": ("presence", "sound0 ٣\n".encode(), "is not a class"),
         "presence with a number of 5000 digits": ("presence", b"sound0 " + b"9" * 5000 + b"\n", "is not a class"),
-        "presence twice": ("presence", b"sound0 0\nsound0 1\n", "comes twice"),
+        "presence twice": ("presence", b"sound0 0\nsound0 1\n", "is listed twice"),
         "presence empty": ("presence", b"", "it is empty"),
         "presence not UTF-8": ("presence", b"sound0 0\n\xff\n", "is not UTF-8"),
     }
@@ -415,7 +415,7 @@ def _random_list(seed: int) -> Case:
 
 
 def _plain_config() -> dict[str, Any]:
-    """Sound settings that end at a dataset that is not there, so that nothing is trained."""
+    """Return valid settings with a dataset that does not exist, so that nothing is trained."""
     config = yaml.safe_load((finished() / "config.yaml").read_text())
     config["data"] |= {"name": "folder", "root": "/nowhere/at/all"}
     return config
@@ -649,7 +649,7 @@ def _check_command(fault: tuple[list[str], str], folder: Path) -> None:
 
 
 def _random_command(seed: int) -> Case:
-    """Commands of real and invented words, none of which may train: the data are not there."""
+    """Run a command of random words, real and invented. It cannot train, because its data do not exist."""
 
     def run(folder: Path) -> None:
         draw = random.Random(seed)
@@ -717,20 +717,20 @@ def _model() -> Path:
 
 
 def _changed_model(tensors: Callable[[dict], object] = lambda t: t, **metadata: Any) -> Callable[[], bytes]:
-    """The model with other tensors or another description; a metadata value of None leaves the key out."""
+    """Return the model with other tensors or metadata; a metadata value of None removes the key."""
 
     def make() -> bytes:
         with safe_open(_model(), framework="pt") as file:
-            kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            loaded = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             about = dict(file.metadata())
-        tensors(kept)
+        tensors(loaded)
         for key, change in metadata.items():
             about[key] = change(about[key]) if callable(change) else change
             if about[key] is None:
                 del about[key]
-        about.pop("checksum", None)  # what is tried here is a file that someone made, not one that was damaged
+        about.pop("checksum", None)  # this file was made by someone, not damaged
         target = finished().parent / "changed.safetensors"
-        save_file(kept, target, about)
+        save_file(loaded, target, about)
         return target.read_bytes()
 
     return make
@@ -917,7 +917,7 @@ def _predict_with(model: bytes, folder: Path) -> Ended:
 
 
 def _random_model(seed: int) -> Case:
-    """Damage anywhere in the file is found out: it never gives another answer."""
+    """Damage the model anywhere. It must be detected or have no effect on the prediction."""
 
     def run(folder: Path) -> None:
         draw = random.Random(seed)
@@ -925,7 +925,7 @@ def _random_model(seed: int) -> Case:
         if ended.code:
             ended.refused("model file")
         elif (folder / "out/one_uncertainty.png").read_bytes() != _sound_answer():
-            raise Lost("a damaged model was taken and gives another answer")
+            raise Lost("a damaged model was accepted and gives another answer")
 
     return Case("model files", f"damaged, seed {seed}", run)
 
@@ -940,7 +940,7 @@ def _sound_answer() -> bytes:
 
 @functools.cache
 def _onnx() -> Path | None:
-    """The model as an ONNX file, where onnx is installed."""
+    """Return the model as an ONNX file; None if onnx is not installed."""
     if importlib.util.find_spec("onnx") is None or importlib.util.find_spec("onnxruntime") is None:
         return None
     file = finished().parent / "model.onnx"
@@ -949,8 +949,7 @@ def _onnx() -> Path | None:
 
 
 def _random_onnx(seed: int) -> Case:
-    """A description that does not fit, or a file that is cut or changed. ONNX has no checksum: a weight that changed is
-    not found out, so that only the way it ends is looked at."""
+    """Damage the ONNX file. ONNX has no checksum, so a changed weight is not detected; only the exit is checked."""
 
     def run(folder: Path) -> None:
         draw = random.Random(seed)
@@ -986,8 +985,7 @@ def _put(content: Any, key: str, *path: str) -> Callable[[Any], None]:
 
 
 def _run_folders() -> dict[str, tuple[str, Callable[[Any], None] | bytes | None, str]]:
-    """name -> (file, what is done to it: a change of what it holds, other bytes, or None for deleted, of what eval must
-    speak where it fails)"""
+    """Return name -> (file, a change of its values, new bytes, or None to delete it; expected error of eval)."""
     return {
         "config.yaml of a later version": ("config.yaml", _put(1, "compile", "train"), "config.yaml.*compile"),
         "config.yaml of an earlier version": ("config.yaml", _remove("label_stride", "train"), ""),
@@ -1041,7 +1039,7 @@ def _check_run(fault: tuple[str, Callable[[Any], None] | bytes | None, str], fol
 
 
 def _into(folder: Path) -> None:
-    """Work in a folder whose modules can be imported."""
+    """Change to a folder, and let its modules be imported."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
 
@@ -1058,7 +1056,7 @@ def _apply(file: Path, change: Callable[[Any], None] | bytes | None) -> None:
 
 
 def _random_run(seed: int) -> Case:
-    """Some file of a run folder loses, gains or changes a key, or is damaged; every command that reads it ends well."""
+    """Damage a file of a run folder, or change or delete one of its values. Commands that read it must end clearly."""
 
     def run(folder: Path) -> None:
         draw = random.Random(seed)
@@ -1098,7 +1096,7 @@ def _scramble(draw: random.Random, value: Any) -> None:
 
 
 def _without_work(config: Path) -> None:
-    """A huge number of scenes is a wish, not a fault."""
+    """Limit the number and size of scenes: large values are valid and would only take time."""
     try:
         values = yaml.safe_load(config.read_text())
         for key in ("train_size", "val_size", "image_size"):
@@ -1146,7 +1144,7 @@ def _check_name(name: bytes, folder: Path) -> None:
     incseg(argv, folder / "cache", where).succeeded()
     whole = incseg(["predict", _model(), folder / "in", "--out", folder / "out2"], folder / "cache", where)
     if name.startswith(b"."):
-        whole.refused("holds no image")  # hidden files are left alone
+        whole.refused("holds no image")  # hidden files are ignored
         return
     whole.succeeded()
     if len(list((folder / "out").iterdir())) != 4 or len(list((folder / "out2").iterdir())) != 4:
@@ -1165,7 +1163,7 @@ def _check_name(name: bytes, folder: Path) -> None:
 
 
 def _payloads() -> dict[str, str]:
-    """name -> where the pickle lies"""
+    """Return name -> the file that is a pickle."""
     return {
         "as a model": "model",
         "as a step's model": "run/steps/2/model.safetensors",
@@ -1214,7 +1212,7 @@ def _check_payload(place: str, folder: Path) -> None:
     for argv in commands:
         ended = incseg(argv, cache, where)
         if made.exists():
-            raise Lost(f"{argv[0]} unpickled it")
+            raise Lost(f"{argv[0]} loaded the pickle")
         ended.ended_clearly()
     if place in ("model", "weights.pth", "weights.pt", "weights.safetensors"):
         ended.refused("pickle|safetensors|plain tensors|shapes") if place != "model" else None

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: the same command goes on and ends with the bits of an undisturbed run."""
+"""kill -9 at random moments: the same command resumes and ends bit-identical to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cases(seed: int, quick: bool) -> list[Case]:
 
 
 def _chain(name: str, kills: int, seed: int, folder: Path) -> None:
-    """Kill a run again and again as it goes on, then let it end; runs that end before their kill are begun anew."""
+    """Kill and resume a run again and again, then let it end. Start a new one if it ends before all kills are done."""
     draw = random.Random(seed)
     undisturbed, seconds = _undisturbed(name)
     done, attempt = 0, 0
@@ -73,13 +73,13 @@ def _chain(name: str, kills: int, seed: int, folder: Path) -> None:
 
 
 def _every_update(changes: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint after every update, so that many kills fall into the writing of one."""
+    """Return the settings with a checkpoint after every update, so that many kills happen while one is written."""
     return {**changes, "train": {**changes.get("train", {}), "checkpoint_seconds": 0.0}}
 
 
 @functools.cache
 def _undisturbed(name: str) -> tuple[Path, float]:
-    """The run as it should end, and the seconds it takes."""
+    """Return an undisturbed run, and the seconds that it takes."""
     folder = Path(tempfile.mkdtemp(prefix="torture-undisturbed-"))
     command = settings(folder / "settings.yaml", folder / "run", **_every_update(RUNS[name]))
     ended = incseg(command, folder / "cache").succeeded()
@@ -87,9 +87,9 @@ def _undisturbed(name: str) -> tuple[Path, float]:
 
 
 def _killed(command: list[object], cache: Path, seconds: float) -> bool:
-    """Kill -9 after so many seconds; notes what the run was at. False where it had ended before."""
+    """Run a command and kill -9 it after this time. Count what it was doing. Return False if it had ended before."""
     shared = mmap.mmap(-1, 256)
-    running = Running(command, cache, functools.partial(_tell, shared))
+    running = Running(command, cache, functools.partial(_report_activity, shared))
     while not running.ended() and time.monotonic() - running.started < seconds:
         time.sleep(0.0005)
     if running.ended():
@@ -101,10 +101,10 @@ def _killed(command: list[object], cache: Path, seconds: float) -> bool:
     return True
 
 
-def _tell(shared: mmap.mmap) -> None:
-    """Have this process say what it is at, where the one that kills it can read it."""
+def _report_activity(shared: mmap.mmap) -> None:
+    """Patch this process to write what it is doing to shared memory, for the process that kills it."""
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         shared[:] = text.encode()[:256].ljust(256, b"\0")
 
     begin, emit, replacing = Screen.begin, Screen.emit, io.replacing
@@ -112,23 +112,23 @@ def _tell(shared: mmap.mmap) -> None:
 
     def began(self: Screen, what: str, *more: Any, **named: Any) -> Task:
         phase[0] = "evaluation" if what.startswith("test") else "training" if what.startswith("step") else "features"
-        say(phase[0])
+        report(phase[0])
         return begin(self, what, *more, **named)
 
     def shown(self: Screen, record: LogRecord) -> None:
         if getattr(record, "table", None) is not None:
             phase[0] = "between steps"
-            say(phase[0])
+            report(phase[0])
         emit(self, record)
 
     @contextmanager
     def writing(path: Path) -> Iterator[Path]:
         kind = {"checkpoint.safetensors": "checkpoint", "model.safetensors": "model", "row.json": "row"}.get(path.name)
         kind = kind or ("cache" if path.name.startswith("block-") else "other file")
-        say(f"writing: {kind}")
+        report(f"writing: {kind}")
         with replacing(path) as temporary:
             yield temporary
-        say(phase[0])
+        report(phase[0])
 
     Screen.begin, Screen.emit = began, shown  # type: ignore[method-assign]
     patched: Callable[[Path], AbstractContextManager[Path]] = writing
@@ -137,7 +137,7 @@ def _tell(shared: mmap.mmap) -> None:
 
 
 def _killed_beside_others(folder: Path) -> None:
-    """Three runs of other seeds begin at once and share a cache that none has filled; one of them is killed."""
+    """Start three runs with different seeds and an empty shared cache, and kill one of them."""
 
     def command(place: str, seed: int) -> list[object]:
         return settings(folder / f"{place}{seed}.yaml", folder / f"{place}{seed}", seed=seed, **CACHED)

@@ -1,4 +1,4 @@
-"""Numbers and processes that give way: NaN in loss, gradient or input, no memory, a loader process that dies."""
+"""Numerical and process faults: NaN in loss, gradient or input, no memory, a loader process that dies."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _stops(poison: Break, folder: Path) -> None:
     run = RunDir(folder / "run")
     for file in [run.checkpoint, *map(run.model, run.steps_done())]:
         if file.exists() and not all(tensor.isfinite().all() for tensor in read_tensors(file)[0].values()):
-            raise Lost(f"{file.name} holds numbers that are not finite")
+            raise Lost(f"{file.name} has values that are not finite")
     incseg(command, folder / "cache").succeeded()
     require_same(finished(), folder / "run")
 
 
 def _poison(part: str, value: float, step: int, iteration: int) -> None:
-    """The value comes into the loss, its gradient or the images of one iteration."""
+    """Put the value into the loss, its gradient or the images of one iteration."""
     losses = Evidential.losses
     seen = [0]
 

@@ -1,4 +1,4 @@
-"""The tiny runs that faults happen to, and how two of them are compared."""
+"""The tiny runs into which faults are injected, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """Three steps of shapes, each of two iterations or more, in half a second."""
 CACHED: dict[str, dict[str, Any]] = {"model": {"freeze_backbone": True}, "train": {"scale": None}}
-"""With a frozen backbone whose features are kept on disk."""
+"""Settings of a frozen backbone whose features are cached."""
 
 
 def settings(file: Path, out: Path, **changes: Any) -> list[object]:
-    """`train` with a tiny configuration, written to `file`."""
+    """Return the `train` command of a tiny configuration, which is written to `file`."""
     parts = {key: {**TINY.get(key, {}), **changes.pop(key, {})} for key in ("data", "model", "train", "eval")}
     return ["train", "--config", write_config(small_config(out, **parts, **changes), file)]
 
 
 @functools.cache
 def finished() -> Path:
-    """A finished run; to be copied, not changed."""
+    """Return a finished run. Callers must not change it."""
     folder = Path(tempfile.mkdtemp(prefix="torture-base-"))
     incseg(settings(folder / "settings.yaml", folder / "run"), folder / "cache").succeeded()
     return folder / "run"
 
 
 def copy_of_finished(folder: Path) -> Path:
-    """A copy of it, with the command that made it in settings.yaml beside it."""
+    """Return a copy of the finished run, with its configuration in settings.yaml beside it."""
     shutil.copytree(finished(), folder / "run")
     settings(folder / "settings.yaml", folder / "run")
     return folder / "run"
 
 
 def again(folder: Path) -> list[object]:
-    """The command that goes on with the run in a folder."""
+    """Return the command that resumes the run in a folder."""
     return ["train", "--config", folder / "settings.yaml"]
 
 
 def largest_difference(one: Path, other: Path) -> dict[str, float]:
-    """Between two runs: of any weight or state at any step, of any loss, and the share of test pixels that moved."""
+    """Return the largest differences of two runs: of weights and states, of losses, and the share of other pixels."""
     worst = {"weights": 0.0, "losses": 0.0, "pixels": 0.0}
     if RunDir(one).steps_done() != RunDir(other).steps_done():
         raise Lost(f"steps {RunDir(other).steps_done()} are done, not {RunDir(one).steps_done()}")
@@ -77,11 +77,11 @@ def largest_difference(one: Path, other: Path) -> dict[str, float]:
 
 
 def require_same(one: Path, other: Path) -> None:
-    """Every tensor of every step, every count and every figure, bit for bit."""
+    """Require that all tensors, counts and figures of two runs are bit-identical."""
     try:
         difference = largest_difference(one, other)
         finals = [json.loads(RunDir(folder).results.read_text())["final"] for folder in (one, other)]
     except (UserError, OSError, ValueError) as error:
         raise Lost(f"the run cannot be read: {error}") from error
     if any(difference.values()) or finals[0] != finals[1]:
-        raise Lost(f"the run ended otherwise than an undisturbed one: {difference}")
+        raise Lost(f"the run differs from an undisturbed one: {difference}")

@@ -1,4 +1,4 @@
-"""The demo's server, as its command runs it, and what clients should not send: paths, noise, images, lies, crowds."""
+"""Attacks on the demo's server: paths, noise, hostile images, false headers, many and slow clients."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ MUST = {
 }
 SECRET = b"nobody may read this"
 MOST_GROWTH = 600 * 2**20
-"""Of the server's peak memory over a batch: it holds six uploads of 20 MB at most, one of them being predicted."""
-PATIENCE_SECONDS = 1.0
-"""The server's, for a request to arrive and for an answer to be taken; it has 20 otherwise."""
+"""Limit on the growth of the server's peak memory over a batch. It has at most six uploads of 20 MB in memory, one of
+them being predicted."""
+TIMEOUT_SECONDS = 1.0
+"""Timeout of the server for reading a request and for writing an answer, instead of 20."""
 Attack = Callable[["Server", random.Random], None]
 
 
 def cases(seed: int, quick: bool) -> list[Case]:
-    """Batches against a server of their own, which must answer a sound upload afterwards and end when it is told to."""
+    """Return batches of attacks, each on its own server. Then it must answer a valid upload and end on SIGTERM."""
     plan: dict[str, tuple[Attack, int, int]] = {
         "paths": (_path, 8, 50), "noise": (_noise, 4, 50), "uploads": (_upload, 8, 25), "lies": (_lie, 4, 25),
         "crowds": (_crowd, 10, 12),
@@ -52,7 +53,7 @@ def cases(seed: int, quick: bool) -> list[Case]:
 
 
 class Server:
-    """A running `incseg demo`, seen from a client."""
+    """A client's view of a running `incseg demo`."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self.port, self.folder = port, folder
@@ -61,9 +62,9 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def raw(self, request: bytes) -> bytes:
-        """Whatever comes back until it hangs up."""
+        """Return everything that the server sends until it closes the connection."""
         with self.connected() as connection:
-            with contextlib.suppress(OSError):  # it may have had enough
+            with contextlib.suppress(OSError):  # it may have closed the connection
                 connection.sendall(request)
                 connection.shutdown(socket.SHUT_WR)
             return received(connection)
@@ -71,7 +72,7 @@ class Server:
     def require_sound(self) -> None:
         answer = self.raw(post(encoded(Image.new("RGB", (40, 30)), "png")))
         if status(answer) != 200:
-            raise Lost(f"a sound upload got {answer[:100]!r}")
+            raise Lost(f"a valid upload got {answer[:100]!r}")
 
 
 def received(connection: socket.socket) -> bytes:
@@ -88,15 +89,15 @@ def post(body: bytes, target: str = "/predict?model=0&step=0", kind: str = "imag
 
 
 def status(answer: bytes) -> int | None:
-    """None where the server hung up without a word."""
+    """Return the status of an answer; None if the server closed the connection without one."""
     found = re.match(rb"HTTP/1\.[01] (\d{3}) ", answer)
     return int(found[1]) if found else None
 
 
 def require_refused(answer: bytes, *allowed: int | None) -> None:
-    """One of these, with one line that says why."""
+    """Require one of the allowed statuses, with the reason in one line."""
     if status(answer) not in allowed or SECRET in answer:
-        raise Lost(f"answered {answer[:120]!r}, where one of {allowed} must come")
+        raise Lost(f"answered {answer[:120]!r} instead of one of {allowed}")
     head, _, body = answer.partition(b"\r\n\r\n")
     if not body or b"application/json" not in head:
         return
@@ -118,7 +119,7 @@ def _served(folder: Path) -> Iterator[Server]:
     for file in (folder / "secret.txt", run / "secret.txt"):
         file.write_bytes(SECRET)
     running = Running(
-        ["demo", run, "--port", 0, "--device", "cpu", "--threads", 1], folder / "cache", _lose_patience_sooner
+        ["demo", run, "--port", 0, "--device", "cpu", "--threads", 1], folder / "cache", _shorten_timeouts
     )
     try:
         server = Server(_port(running), folder)
@@ -136,14 +137,14 @@ def _served(folder: Path) -> Iterator[Server]:
     running.wait(60).succeeded()
 
 
-def _lose_patience_sooner() -> None:
-    limits = functools.partial(demo.Limits, read_seconds=PATIENCE_SECONDS, write_seconds=PATIENCE_SECONDS)
+def _shorten_timeouts() -> None:
+    limits = functools.partial(demo.Limits, read_seconds=TIMEOUT_SECONDS, write_seconds=TIMEOUT_SECONDS)
     demo.Limits = limits  # type: ignore[misc, assignment]
 
 
 def _port(running: Running) -> int:
     deadline = time.monotonic() + 60
-    while not (found := re.search(r"http://127\.0\.0\.1:(\d+)/", running.said())):
+    while not (found := re.search(r"http://127\.0\.0\.1:(\d+)/", running.printed())):
         if running.ended() or time.monotonic() > deadline:
             raise Lost("the server does not start")
         time.sleep(0.01)
@@ -182,7 +183,7 @@ def _noise(server: Server, draw: random.Random) -> None:
     answer = server.raw(request)
     if b"Traceback" in answer or SECRET in answer:
         raise Lost(f"answered {answer[:120]!r}")
-    if status(answer) == 200 and not request.startswith(b"GET / HTTP/1"):  # which damage may have left whole
+    if status(answer) == 200 and not request.startswith(b"GET / HTTP/1"):  # damage may leave the line valid
         raise Lost(f"noise was answered as a request: {request[:60]!r}")
 
 
@@ -229,7 +230,7 @@ def _lie(server: Server, draw: random.Random) -> None:
 
 
 def _crowd(server: Server, draw: random.Random) -> None:
-    """Twelve at once."""
+    """Run twelve clients at once."""
     seeds = [draw.randrange(2**32) for _ in range(12)]
     with ThreadPoolExecutor(len(seeds)) as pool:
         for job in [pool.submit(_client, server, random.Random(seed)) for seed in seeds]:
@@ -241,7 +242,7 @@ def _client(server: Server, draw: random.Random) -> None:
         encoded(Image.effect_noise((draw.randint(50, 900), draw.randint(50, 900)), 90).convert("RGB"), "png")
     )
     manner = draw.choice(["whole", "whole", "dripping", "vanishing", "deaf", "large"])
-    if manner == "large":  # as much as is allowed, and no image
+    if manner == "large":  # as large as allowed, and not an image
         request = post(bytes(20 << 20))
     if manner in ("whole", "large"):
         answer = server.raw(request)
@@ -252,13 +253,13 @@ def _client(server: Server, draw: random.Random) -> None:
         if manner == "deaf":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(request)
-            time.sleep(2 * PATIENCE_SECONDS)
+            time.sleep(2 * TIMEOUT_SECONDS)
         elif manner == "vanishing":
             connection.sendall(request[: draw.randrange(len(request))])
         else:
             for at in range(0, 40 * 20, 20):
                 connection.sendall(request[at : at + 20])
-                time.sleep(PATIENCE_SECONDS / 15)
+                time.sleep(TIMEOUT_SECONDS / 15)
             require_refused(received(connection), 408, 503, None)
 
 

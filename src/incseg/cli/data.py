@@ -22,7 +22,7 @@ from incseg.data.source import SPLITS, Source
 from incseg.io import require_file_name
 from incseg.types import BACKGROUND, IGNORE, UserError
 
-HELP = "check: walk a dataset and list every fault; convert: write it in another format; export: as a folder"
+HELP = "check: read a dataset and list every fault; convert: write it in another format; export: as a folder"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder, coco, labelme, yolo, cvat, labelstudio, auto (which of them it is), voc, ade20k or shapes",
     )  # fmt: skip
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder of the dataset")
-    parser.add_argument("--all", action="store_true", help="check: list every file with a fault, not one line a kind")
+    parser.add_argument("--all", action="store_true", help="check: list every file with a fault, not one line per kind")
     parser.add_argument(
         "--sheet", type=Path, metavar="FILE",
         help="check: where to write the contact sheet, a PNG of some photographs with their masks (default: "
-        "NAME-sheet.png, for the dataset's folder NAME); none for none",
+        "NAME-sheet.png, for the dataset's folder NAME); none writes no sheet",
     )  # fmt: skip
     parser.add_argument("--to", choices=FORMATS, help="convert: the format to write")
     parser.add_argument("--out", type=Path, metavar="DIR", help="convert, export: the folder to write")
@@ -113,7 +113,7 @@ def _show(console: Console, source: Source, report: Report, sheet: Path | None, 
 
 
 def _table(source: Source, report: Report) -> Table:
-    """Of each class its number, the images that show it, and its share of the labelled pixels of all splits."""
+    """Return a table of the classes: number, images that show it, and share of the labelled pixels of all splits."""
     table = Table(title="images that show each class", title_justify="left")
     table.add_column("number", justify="right")
     table.add_column("class")
@@ -141,7 +141,7 @@ def _print(console: Console, what: str | Table) -> None:
 
 
 def _sheet_file(args: argparse.Namespace) -> Path | None:
-    """Where the contact sheet goes; None for none. A file of others is refused before the dataset is read."""
+    """Return the file of the contact sheet; None for none. Refuse an existing file that is not a contact sheet."""
     if args.sheet is not None and str(args.sheet).lower() == "none":
         return None
     file = args.sheet or Path(f"{_folder_name(args.root) or args.data}-sheet.png")

@@ -27,13 +27,13 @@ from incseg.score import score, score_table
 from incseg.types import UserError
 
 HELP = "test a saved model again, with other inference options, or on other labelled photographs (--data, --root)"
-PASS_UNKNOWN = ("--method.",)  # the method's own options are known only when the run is
+PASS_UNKNOWN = ("--method.",)  # the method's options are known only when the run is read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; with --data any model")
     parser.add_argument("--step", type=int, metavar="K", help="which step's model (default: the last)")
-    parser.add_argument("--root", metavar="DIR", help="folder of the dataset, where it has moved since training")
+    parser.add_argument("--root", metavar="DIR", help="folder of the dataset, if it has moved since training")
     parser.add_argument(
         "--data", metavar="NAME",
         help="test on another dataset, folder, coco, voc, …, in --root: classes are matched by name, photographs are "
@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--split", choices=["train", "val", "all"],
-        help="with --data: which of its photographs (default: val; all where the dataset has no val)",
+        help="with --data: which of its photographs (default: val, or all if the dataset does not define val)",
     )  # fmt: skip
     parser.add_argument(
-        "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
+        "--method", metavar="NAME", help="package.module:Class, for models trained by a method of your own"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:N, mps or auto (default: as in training)")
     parser.add_argument("--threads", type=int, help="of torch (default: as in training)")
     parser.add_argument("--json", action="store_true", help="print the row as JSON")
     parser.add_argument(
-        "--save", action="store_true", help="keep the row in RUN/retests, which incseg compare RUN shows"
+        "--save", action="store_true", help="save the row in RUN/retests, which incseg compare RUN shows"
     )
     parser.epilog = "Options of the run's method are given as --method.NAME VALUE."
 
@@ -61,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.split is not None:
         raise UserError("--split is for --data NAME --root DIR; give both, or leave it out")
     if hub.is_address(args.run):
-        raise UserError(
-            f"'{args.run}' does not have its dataset with it; give photographs to test on: --data and --root"
-        )
+        raise UserError(f"'{args.run}' comes without its dataset; give photographs to test on: --data and --root")
     config = load_run_config(args.run)
     options = method_overrides("incseg eval", config.method["name"], args.unknown)
     changed = _changed(config, options) if args.save else {}
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _on_other_photographs(args: argparse.Namespace) -> int:
     if args.save:
-        raise UserError("--save keeps tests on a run's own dataset; leave it out with --data")
+        raise UserError("--save is for tests on a run's own dataset; leave it out with --data")
     source = build_source(args.data, root=args.root)
     predictor = load(args.run, args.step, args.device or "auto", args.threads, args.method)
     options = method_overrides("incseg eval", predictor.info["method"]["name"], args.unknown)
@@ -105,21 +103,23 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
 
 
 def splits_to_test(source: Source, wanted: str | None) -> list[Split]:
-    """Return the splits to test on. A folder without lists is split for training; who only tests means all of it."""
+    """Return the splits to test on. If the dataset does not define val, test all of it: its split is for training."""
     wanted = wanted or ("val" if source.val_given else "all")
     return [split for split in SPLITS if wanted in (split, "all")]
 
 
 def _changed(config: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """What is worth keeping: inference options other than those of the run. Another option would change nothing in
-    the test and yet stand in the table."""
+    """Return the inference options that differ from those of the run, or refuse to save. Any other option would be
+    shown in tables although it does not change the test."""
     method = build_method(config.method)
     of_inference = method_options(type(method), "inference")
     allowed = ", ".join(sorted(of_inference)) or f"{config.method['name']} has none"
     if wrong := sorted(options.keys() - of_inference):
-        raise UserError(f"--save keeps tests with other inference options, and {wrong[0]} is none; allowed: {allowed}")
+        raise UserError(
+            f"--save is for tests with other inference options, and {wrong[0]} is not one; allowed: {allowed}"
+        )
     own = dataclasses.asdict(method.config)
     changed = {name: value for name, value in options.items() if value != own[name]}
     if not changed:
-        raise UserError(f"--save keeps tests with other inference options than the run's own; give one: {allowed}")
+        raise UserError(f"--save is for tests with other inference options than the run's own; give one: {allowed}")
     return changed

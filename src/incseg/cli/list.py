@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for name, kind in SOURCES.items():
         tasks = ", ".join(TASKS.get(name, ())) or "any A-B, joint, or own groups"
         table.add_row("dataset", name, f"{_first_line(kind)} Tasks: {tasks}")
-    table.add_row("dataset", AUTO, "The one of these that a folder of your own labels is.")
+    table.add_row("dataset", AUTO, "Detects the format of a folder of your own labels.")
     table.add_row("dataset", "package.module:Class", "Your own: see CONTRIBUTING.md.")
     for name, method in METHODS.items():
         table.add_row("method", name, _first_line(sys.modules[method.__module__]))

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_common(parser, "--step")
     parser.epilog = (
-        "Uploads model.safetensors, and README.md with the classes, their IoU, the training and the limits, where the "
-        "model lies in its run folder. Paths in the settings of the model are left out. Needs pip install "
+        "Uploads model.safetensors and README.md with classes, training and limits, and with the IoU of each class if "
+        "the model is in its run folder. Paths in the settings of the model are left out. Needs pip install "
         "'incseg[hub]' and a token: hf auth login, or HF_TOKEN. Use the model as hf://owner/name in place of MODEL."
     )
 
@@ -85,5 +85,5 @@ def push(
 
 
 def _is_path(value: Any) -> bool:
-    """Return whether a setting names a file or folder of this machine, which is nobody else's business."""
+    """Return whether a setting names a file or folder of this machine, which is private."""
     return isinstance(value, str) and Path(value).name != value

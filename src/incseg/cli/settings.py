@@ -1,4 +1,4 @@
-"""From flags, a configuration file and a preset to a RunConfig. Flags win over the file, the file over the preset."""
+"""Make a RunConfig of flags, a configuration file and a preset. Flags win over the file, the file over the preset."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def check_method_options(args: argparse.Namespace) -> None:
     tokens = iter(args.unknown)
     for token in tokens:
         if token.startswith("--method."):
-            # argparse takes a value before a file for a file
+            # in front of a file, argparse would take the value for a file
             if "=" not in token and next(tokens, "--").startswith("--"):
                 raise UserError(f"{token} has no value; write {token}=VALUE")
         elif token.startswith("-"):

@@ -132,9 +132,9 @@ def _require_numbers(args: argparse.Namespace) -> None:
 
 
 def _make(argv: Sequence[str]) -> int:
-    """Make one run of a sweep: the process that `incseg.sweep.attempt` starts."""
+    """Train one run of a sweep, in a process that `incseg.sweep.attempt` has started."""
     if len(argv) < 2:
-        raise UserError("sweep make is what a sweep itself calls; to train, give --out and settings")
+        raise UserError("sweep make is an internal command of sweeps; to train, give --out and settings")
     root, name, *flags = argv
     end_with_parent()
     sweep = Sweep(Path(root))
@@ -157,7 +157,7 @@ def plan(args: argparse.Namespace) -> list[Job]:
 
 
 def jobs_of(blocks: Sequence[dict[str, list[Any]]]) -> Iterator[Job]:
-    """Yield a run for every combination of every block, named by the usual settings and by what else differs."""
+    """Yield a run for every combination of every block, named by the usual settings and by others that differ."""
     combinations = [
         dict(zip(block, values, strict=True)) for block in blocks for values in itertools.product(*block.values())
     ]

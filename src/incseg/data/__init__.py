@@ -36,7 +36,7 @@ def find_source(name: str) -> type[Source]:
 
 
 def detected(name: str, root: str | Path | None) -> str:
-    """Return the name of a dataset, and for "auto" that of the format that the folder, if it is there, has."""
+    """Return the name of a dataset. For "auto", detect the format of the folder if it exists."""
     is_there = root is not None and Path(root).expanduser().is_dir()
     return detect(root) if name == AUTO and root is not None and is_there else name
 
@@ -51,7 +51,7 @@ def dataset_info(name: str) -> DatasetInfo:
 
 
 def build_source(name: str, root: str | Path | None = None, **options: Any) -> Source:
-    """Open a dataset; `options` are those of its class."""
+    """Open a dataset. `options` are the options of its class."""
     name = detected(name, root)
     kind = find_source(name)
     if name == _EMBEDDED or (root is None and name not in (*SOURCES, AUTO)):

@@ -1,16 +1,16 @@
 """The base of datasets whose labels are shapes or colours: COCO, LabelMe, YOLO, CVAT, Label Studio.
 
-A reader finds images with their labels (`scan`) and draws the labels of one (`draw`). All else is the same for each:
+A reader finds images with their labels (`scan`) and draws the labels of one image (`draw`). The rest is common:
 
-Images. Only files under the root are opened. A name in an annotation file is looked up among them, from its end: a
-path of another machine leads to the file of that name, and `../../secret` leads nowhere.
-Labelled or not. An image that has an entry is labelled: without any shape it shows background alone. An image without
-an entry, or whose file of labels is missing, is not labelled yet: it is left out, and a note counts such images.
-Classes. Names give the numbers, in the order of the format's own numbers or list. "background" is 0; "ignore", "void"
-and the like are not annotated, 255.
+Images. Only files under the root are opened. A name in an annotation file is matched with their paths from the end: a
+path from another machine matches the file of that name, and `../../secret` matches nothing.
+Labelled or not. An image with an entry is labelled; if the entry has no shape, all of the image is background. An image
+without an entry or without a label file is not labelled yet. It is left out, and a note gives the number of these.
+Classes. Classes are numbered in the order of the format's own numbers or list. "background" is 0; "ignore", "void" and
+the like are not annotated, 255.
 Overlap. Smaller objects are drawn over larger ones.
-Orientation. Labels mean the image as viewers show it. Where the entry gives a width and height that fit the stored
-pixels only, they mean the stored pixels, and are turned as the image is.
+Orientation. Labels refer to the image as viewers show it. If the width and height of the entry fit only the stored
+pixels, labels refer to the stored pixels and are transposed like the image.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, UserError
 Size = tuple[int, int]
 """Width and height."""
 _VERSION = 1
-"""Of how shapes become pixels: it is part of the fingerprint."""
+"""Version of the rule from shapes to pixels, part of the fingerprint."""
 _MOST_WORK = 10_000_000_000
-"""Pixels in the boxes of an image's objects together: drawing them takes about a minute."""
+"""Limit on the pixels in the boxes of all objects of an image. Drawing as many takes about a minute."""
 _CROSSING = 20
-"""Pixels that take as long to draw as a row that an edge crosses."""
+"""Cost of a row that an edge crosses, in drawn pixels."""
 
 IGNORE_NAME = "__ignore__"
-"""LabelMe's name for what is not annotated; written for it by all formats."""
+"""LabelMe's name for pixels that are not annotated. All our writers use it."""
 _BACKGROUND_NAMES = {"background", "_background_", "__background__"}
 _IGNORE_NAMES = {IGNORE_NAME, "ignore", "ignored", "void", "unlabelled", "unlabeled"}
 _IMAGE_FOLDERS = {"images", "jpegimages", "img", "imgs"}
@@ -68,8 +68,8 @@ _SUBSET = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation|test|tes
 class Labelled:
     """An image with its labels.
 
-    file:   where its labels are.
-    labels: what the reader needs to find them there.
+    file:   the file with its labels.
+    labels: what the reader needs to find them in this file.
     """
 
     image: Path
@@ -79,11 +79,11 @@ class Labelled:
 
 @dataclass
 class Scan:
-    """What a reader has found.
+    """The images and classes that a reader has found.
 
-    names:   of the classes, in the order of their numbers.
-    subsets: images by "train", "val", "test", or "" where the dataset does not say.
-    used:    the names that have objects, where the reader knows them.
+    names:   names of the classes, in the order of their numbers.
+    subsets: images by "train", "val", "test", or "" if the dataset does not divide them.
+    used:    the names that have objects; None if the reader does not know them.
     """
 
     names: Sequence[str]
@@ -94,7 +94,7 @@ class Scan:
 
 @dataclass
 class Region:
-    """An object: polygons, run lengths of the whole image as COCO has them, or a part of the image."""
+    """An object: polygons, COCO's run lengths of the whole image, or pixels of a part of the image."""
 
     label: int
     rings: Sequence[Ring] = ()
@@ -113,7 +113,7 @@ class Region:
         return self.patch if self.patch is not None else fill_all(self.rings, *size)
 
     def work(self, size: Size) -> float:
-        """Return about how many pixels drawing touches."""
+        """Return the approximate cost of drawing, in pixels."""
         if self.patch is not None or not len(self.rings):
             return float(np.prod(size))
         points = np.concatenate(list(self.rings))
@@ -151,17 +151,17 @@ class Annotated(FileSource):
 
     @abstractmethod
     def scan(self) -> Scan:
-        """Find images, their labels and the names of classes; the shapes themselves are read when they are drawn."""
+        """Find images, their labels and the names of classes. The shapes themselves are read later, when drawn."""
 
     def shapes(self, item: Labelled, sizes: Sequence[Size]) -> tuple[Size, list[Region], list[str]]:
-        """Return the size that an image was labelled at, its objects, and why others are left out.
+        """Return the size at which an image was labelled, its objects, and why others are left out.
 
-        sizes: of the image as shown and as stored; the labels must be of one of them.
+        sizes: of the image as shown and as stored. Labels must have one of these sizes.
         """
         raise NotImplementedError
 
     def draw(self, item: Labelled, sizes: Sequence[Size]) -> np.ndarray:
-        """Return the mask of an image at the size that it was labelled at."""
+        """Return the mask of an image at the size at which it was labelled."""
         size, regions, _ = self.shapes(item, sizes)
         return paint(regions, size, str(item.file))
 
@@ -247,7 +247,7 @@ class Annotated(FileSource):
         return {split: [named[name] for name in names] for split, names in splits.items()}
 
     def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str]:
-        """Return the names of the images that a list holds, as names, files or paths."""
+        """Return the names of the images in a list of names, files or paths."""
         found, unknown = [], []
         for line in (line.strip() for line in text_lines(file)):
             path = self.images.find(line)
@@ -262,7 +262,7 @@ class Annotated(FileSource):
         return list(dict.fromkeys(found))
 
     def _name(self, image: Path) -> str:
-        """Return the path under the root without suffix and without folders that only say that images are in them."""
+        """Return the path under the root without suffix and without folders named images or the like."""
         path = PurePosixPath(self.images.key(image))
         return "/".join([*(part for part in path.parent.parts if part.lower() not in _IMAGE_FOLDERS), path.stem])
 
@@ -287,7 +287,7 @@ class Annotated(FileSource):
 
 
 def paint(regions: Iterable[Region], size: Size, where: str) -> np.ndarray:
-    """Return the mask of an image: smaller objects lie over larger ones, later ones over others of the same area."""
+    """Draw the mask of an image: smaller objects over larger ones; of the same area, later ones over earlier ones."""
     ordered = sorted(regions, key=lambda region: -region.area)
     if sum(region.work(size) for region in ordered) > _MOST_WORK:
         raise FileError(where, f"its {len(ordered)} objects are too large to be drawn", "label with fewer objects")
@@ -299,7 +299,7 @@ def paint(regions: Iterable[Region], size: Size, where: str) -> np.ndarray:
 
 
 def as_ring(points: Any, pairs: bool = True) -> Ring:
-    """Return (N, 2) of the points of a polygon, [[x, y], …] or flat."""
+    """Return the points of a polygon, [[x, y], …] or flat, as (N, 2)."""
     ring = np.array(points, dtype=np.float64)
     if not pairs or ring.size == 0:
         ring = ring.reshape(-1, 2)
@@ -311,7 +311,7 @@ def as_ring(points: Any, pairs: bool = True) -> Ring:
 
 
 def left_out(ring: Ring, size: Size) -> str | None:
-    """Return why a polygon shows nothing; None where it may."""
+    """Return why a polygon is left out; None if it is not."""
     if len(ring) < 3:
         return "with fewer than 3 points"
     low, high = ring.min(0), ring.max(0)
@@ -319,7 +319,7 @@ def left_out(ring: Ring, size: Size) -> str | None:
 
 
 def labelled_size(item: Labelled, width: Any, height: Any, sizes: Sequence[Size]) -> Size:
-    """Return the size that the entry of an image states, checked; that of the image where it states none."""
+    """Return the size in the entry of an image, or that of the image if there is none. It must be one of `sizes`."""
     if not width or not height:
         return sizes[0]
     if (int(width), int(height)) not in sizes:
@@ -329,9 +329,9 @@ def labelled_size(item: Labelled, width: Any, height: Any, sizes: Sequence[Size]
 
 
 def read_text(file: Path) -> bytes:
-    """Return the content of a file with the labels of one image, which must be small."""
+    """Return the content of a file with the labels of one image. Refuse a large file."""
     if (size := file.stat().st_size) > MOST_BYTES:
-        raise FileError(file, f"takes {size // 1_000_000} MB, more than the {MOST_BYTES // 1_000_000} allowed for one "
+        raise FileError(file, f"has {size // 1_000_000} MB, more than the {MOST_BYTES // 1_000_000} allowed for one "
                         "image", "export it with fewer points")  # fmt: skip
     return file.read_bytes()
 
@@ -342,13 +342,13 @@ def clean_name(name: str) -> str:
 
 
 def subset_of(text: str) -> str:
-    """Return "train", "val" or "test" where a name or path says so, else nothing; the last one counts."""
+    """Return "train", "val" or "test" if a name or path has such a word, else ""; of several words the last."""
     found = _SUBSET.findall(text.lower().replace("/", " / "))
     return {"tr": "train", "va": "val", "te": "test"}[found[-1][:2]] if found else ""
 
 
 def missing_note(missing: Sequence[str], number: int) -> list[str]:
-    """Return a line on images that an annotation file lists and that are not there."""
+    """Return a note if an annotation file lists images that do not exist."""
     if not missing:
         return []
     return [
@@ -358,7 +358,7 @@ def missing_note(missing: Sequence[str], number: int) -> list[str]:
 
 
 def unlabelled_note(images: Sequence[str], number: int, how: str) -> list[str]:
-    """Return a line on images without labels; `how` says what stands for an image that shows nothing."""
+    """Return a note if there are images without labels. `how` is the advice for an image without objects."""
     if not images:
         return []
     return [
@@ -368,7 +368,7 @@ def unlabelled_note(images: Sequence[str], number: int, how: str) -> list[str]:
 
 
 def empty_note(number: int) -> list[str]:
-    """Return a line on images whose entry has no object."""
+    """Return a note if there are images whose entry has no object."""
     some = "1 image has" if number == 1 else f"{number} images have"
     return [f"{some} an entry without any object and count as background"] if number else []
 
@@ -402,7 +402,7 @@ class ImageFiles:
         return self.with_suffix(*IMAGE_SUFFIXES)
 
     def under(self, key: str) -> list[Path]:
-        """Return the images in the folder of exactly this path under the root, and in those in it."""
+        """Return the images in the folder of exactly this path under the root, and in its subfolders."""
         return [image for image in self.images() if self._keys[image].startswith(f"{key}/")]
 
     def beside(self, path: Path) -> Path | None:
@@ -411,8 +411,10 @@ class ImageFiles:
         return next((self._paths[f"{stem}{end}"] for end in _suffixes() if f"{stem}{end}" in self._paths), None)
 
     def find(self, name: str, beside: Path | None = None) -> Path | None:
-        """Return the image that a name or path in an annotation file means: the one that agrees with it the longest
-        from the end. Of several the one counts that lies beside this file, or in a folder of the same subset."""
+        """Return the image for a name or path in an annotation file: the one whose path has the longest common end.
+
+        Of several, prefer one below the folder of the file `beside`, then one whose path names the same subset.
+        """
         near = self.key(beside) if beside is not None else ""
         plain = unicodedata.normalize("NFC", name.replace("\\", "/"))
         for text in dict.fromkeys((plain, unquote(plain))):
@@ -436,7 +438,7 @@ def _suffixes() -> Iterator[str]:
 
 
 def agreement(parts: Sequence[str], others: Sequence[str]) -> int:
-    """Return in how many parts two paths agree from their ends."""
+    """Return the number of parts that two paths have in common at their ends."""
     number = 0
     for own, other in zip(reversed(parts), reversed(others), strict=False):
         if own != other:
@@ -451,7 +453,7 @@ def _nearness(key: str, near: str) -> tuple[bool, bool]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files under a folder in order, through links to folders, each folder once."""
+    """Yield the files under a folder in order. Follow links to folders; visit each folder once."""
     seen: set[str] = set()
     for folder, folders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)

@@ -1,22 +1,22 @@
-"""Check a dataset: open every pair, list all faults, and find masks whose values follow another rule than ours.
+"""Check a dataset: open every pair, list all faults, and detect masks whose values follow another rule than ours.
 
 Masks are read by one rule: 0 is background, i is the i-th name of classes.txt, 255 is not annotated. Masks made by
-another rule can be read without any error, and then every name is wrong. Three signs give them away:
+another rule can be read without any error, but then every name is wrong. Three signs reveal them:
 
-Only 0 and 255. Many tools write a binary mask as black and white. 255 is not a class here, so nothing is shown.
+Only 0 and 255. Many tools write a binary mask as black and white. 255 is not a class here, so no class is shown.
 
-Numbered from 0. The first name of classes.txt is 0, not 1, so no mask holds the number of the last name. But a sound
-dataset can lack its last class, too. What separates the two is the value 0. A background is in nearly every photograph
-and often its largest area; a first class is usually neither. Where the first name is that of an area, such as the sky,
-more is asked of a background: to be the largest area of nearly all photographs. So there are three degrees:
+Numbered from 0. The first name of classes.txt is 0, not 1, so no mask has the number of the last name. But a correct
+dataset may also lack its last class. The value 0 makes the difference. A background is in nearly every photograph and
+often its largest area; a first class is usually neither. If the first name is that of an area, such as the sky, a
+background must be the largest area of nearly all photographs. There are three cases:
   - fault: all other classes are shown, the last is not, and 0 does not look like a background. A few photographs are
-    not enough for this, unless the last name means void. The same holds where the last number is used for void: it is
-    then in nearly every photograph, never the largest area, and nothing else is void.
-  - fault: a name says so. The first name means background or void ("_background_"), and no mask holds the last number.
-  - note: the same, but 0 looks like a background.
-Masks that show only some of the classes, with 0 elsewhere, are sound: nothing is reported.
+    not enough for this, unless the last name means void. It is the same fault if the last number is used for void:
+    this number is then in nearly every photograph, never the largest area, and nothing else is void.
+  - fault: the first name means background or void ("_background_"), and no mask has the last number.
+  - note: all other classes are shown, the last is not, and 0 looks like a background.
+Nothing is reported if masks show only some of the classes, with 0 elsewhere.
 
-A first line "background" in classes.txt states that 0 is background. Then nothing is guessed.
+If the first line of classes.txt is "background", 0 is background, and nothing is guessed.
 
 Nothing shown. Every pixel is background: there is nothing to learn.
 """
@@ -36,6 +36,7 @@ from incseg.data.files import BOXES, COLOURS, MISSING, SIZES, UNNAMED, UNREADABL
 from incseg.data.folder import Folder, first_three
 from incseg.data.presence import PixelCounts, Progress, as_seen_by, histogram, in_threads, joined, pixel_counts, store
 from incseg.data.source import SPLITS, Source, Split
+from incseg.io import first_few
 from incseg.types import BACKGROUND, IGNORE, DatasetInfo, UserError
 
 _MOST_VALUES = 8
@@ -80,8 +81,7 @@ def _line(kind: str, faults: Sequence[FileError]) -> str:
 
 
 def _some_files(faults: Sequence[FileError]) -> str:
-    names = [fault.file if fault.kind == SIZES else "/".join(Path(fault.file).parts[-2:]) for fault in faults[:3]]
-    return ", ".join(names) + (", …" if len(faults) > 3 else "")
+    return first_few(fault.file if fault.kind == SIZES else "/".join(Path(fault.file).parts[-2:]) for fault in faults)
 
 
 def _some_found(faults: Sequence[FileError]) -> str:
@@ -106,14 +106,14 @@ _AREAS = {
     "sky", "road", "street", "wall", "walls", "building", "buildings", "floor", "ground", "grass", "water", "sea",
     "land", "terrain", "soil", "tree", "trees", "vegetation", "impervioussurface", "impervioussurfaces",
 }  # fmt: skip
-"""First classes of datasets that are labelled all over: Cityscapes, ADE20k, CamVid, Potsdam, NYU."""
+"""First classes of datasets in which every pixel is labelled: Cityscapes, ADE20k, CamVid, Potsdam, NYU."""
 _FEWEST_IMAGES, _FEWEST_CLASSES = 4, 3
-"""Below these, a class that is not shown proves nothing."""
+"""With fewer images or classes, a class that is not shown proves nothing."""
 _MISSING_SHARE = 10
 """One class in this many may be missing; the others then still count as shown."""
 _USUAL, _LARGEST, _LARGEST_BESIDE_AREAS = 0.75, 0.25, 0.9
-"""A background is in at least this share of the photographs, and the largest area of this share of them. The last is
-for datasets whose first class is an area such as the road: it is often the largest, too."""
+"""A background is in at least the first share of the photographs, and the largest area of the second share of them. If
+the first class is an area such as the road, which is often the largest too, the third share replaces the second."""
 _VOID_IMAGES, _VOID_LARGEST, _VOID_PIXELS = 0.95, 0.02, 0.1
 """Void is in at least this share of the photographs, the largest area of at most this share,
 and at most this share of all pixels."""
@@ -138,36 +138,26 @@ class Meaning:
             raise UserError(f"{self.faults[0]}{more}; incseg data check shows what the masks mean")
 
 
-def check_meaning(
-    source: Source,
-    splits: Split | Sequence[Split] = SPLITS,
-    progress: Progress | None = None,
-    workers: int | None = None,
-) -> Meaning:
-    """Read all masks of the splits, or the cache of an earlier reading, and check what their values mean.
+def check_meaning(source: Source, progress: Progress | None = None) -> Meaning:
+    """Read all masks, or the cache of an earlier reading, and check what their values mean.
 
     A mask that cannot be read does not raise; it is among the faults, and many of a kind are one line.
     """
-    splits = [splits] if isinstance(splits, str) else splits
     original = source
     while isinstance(original, Extended):
         original = original.inner
-    pixels, unreadable = pixel_counts(original, splits, workers, progress)
+    pixels, unreadable = pixel_counts(original, progress)
     faults, notes = judge(original, joined([*pixels.values()]))
     return Meaning([*grouped(unreadable), *faults], notes, as_seen_by(source, pixels))
 
 
 def judge(source: Source, pixels: PixelCounts) -> tuple[list[str], list[str]]:
-    """Return (faults, notes) of the mask values; only a folder of the user can be numbered by another rule."""
+    """Return (faults, notes) of the mask values. Only masks of a user's folder can be numbered by another rule."""
     if isinstance(source, Folder):
         return meaning_of(pixels, source.info.classes, source.background_named, source.void)
     if source.own and pixels.sizes.any() and not (pixels.images[1 : len(source.info.classes) + 1] > 0).any():
-        return [f"no image shows any of the classes {_classes(source.info)}; label some objects"], []
+        return [f"no image shows any of the classes {first_few(source.info.classes, 8)}; label some objects"], []
     return [], []
-
-
-def _classes(info: DatasetInfo) -> str:
-    return ", ".join(info.classes[:8]) + (", …" if len(info.classes) > 8 else "")
 
 
 def meaning_of(
@@ -176,11 +166,11 @@ def meaning_of(
     """Return (faults, notes) of masks with these pixels, see the top of this module.
 
     background_named: classes.txt states that 0 is background.
-    void:             what the mask files hold where `pixels` count 255.
+    void:             the value in the mask files that `pixels` count as 255.
     """
     sizes = pixels.sizes
     if 2 * (sizes > 0).sum() <= len(sizes):
-        return [], []  # most masks have faults of their own, and the others say little
+        return [], []  # most masks cannot be read, and the others prove little
     shown = pixels.images > 0
     if not shown[1 : len(classes) + 1].any():
         return [_nothing_shown(shown, classes, void)], []
@@ -275,7 +265,7 @@ def _percent(share: float) -> str:
 
 
 def values_line(info: DatasetInfo, void: int = IGNORE, most: int = 8) -> str:
-    """ "0 = background, 1 = skin, …, 255 = not annotated"."""
+    """Return the meaning of mask values: 0 = background, 1 = skin, …, 255 = not annotated."""
     names = [f"{number} = {name}" for number, name in enumerate(info.classes, start=1)]
     if len(names) > most:
         names = [*names[: most - 1], "…", names[-1]]
@@ -285,25 +275,25 @@ def values_line(info: DatasetInfo, void: int = IGNORE, most: int = 8) -> str:
 
 @dataclass
 class SplitCounts:
-    """What a split holds, as far as its masks could be read."""
+    """The content of a split, as far as its masks could be read."""
 
     images: int
     images_per_class: dict[str, int]
-    """How many images show each class, in the order of the ids."""
+    """Number of images that show each class, in the order of the ids."""
     unlabelled: list[str] = field(default_factory=list)
     """Images whose mask is background or void all over."""
 
 
 @dataclass
 class Report:
-    """All faults of a dataset and what it holds. Only faults, of files or of meaning, make it not `ok`."""
+    """All faults of a dataset, and its content. A dataset with faults, of files or of meaning, is not `ok`."""
 
     faults: list[FileError]
-    """Of single files."""
+    """Faults of single files."""
     meaning: list[str]
-    """Faults of the masks as a whole: they mean something else than is assumed."""
+    """Faults of all masks together: their values do not mean what is assumed."""
     notes: list[str]
-    """What the user should look at."""
+    """Lines for the user to judge."""
     counts: dict[Split, SplitCounts]
     pixels: dict[Split, PixelCounts]
 
@@ -318,18 +308,13 @@ class Report:
         return [name for name in (per_class[0] if per_class else ()) if not any(one[name] for one in per_class)]
 
 
-def check(
-    source: Source,
-    splits: Sequence[Split] = SPLITS,
-    workers: int | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """Read every image and mask of the splits. Nothing raises: all faults end in the report.
+def check(source: Source, progress: Progress | None = None) -> Report:
+    """Read every image and mask. Faults are not raised; the report has all of them.
 
     `progress` counts over all splits together.
     """
-    pairs = [(split, index) for split in splits for index in range(len(source.names(split)))]
-    results = in_threads(lambda i: _check_pair(source, *pairs[i]), len(pairs), workers, progress)
+    pairs = [(split, index) for split in SPLITS for index in range(len(source.names(split)))]
+    results = in_threads(lambda i: _check_pair(source, *pairs[i]), len(pairs), progress)
     faults: list[FileError] = []
     pixels: dict[Split, PixelCounts] = {}
     left_out: dict[str, list[str]] = {}
@@ -341,7 +326,7 @@ def check(
                 left_out.setdefault(remark, []).append(name)
             yield counted
 
-    for split in splits:
+    for split in SPLITS:
         names = source.names(split)
         pixels[split] = PixelCounts.of_histograms(names, histograms(names))
         if pixels[split].complete:
@@ -350,7 +335,7 @@ def check(
     for remark, names in left_out.items():
         images = list(dict.fromkeys(names))
         notes.append(f"{len(names)} {remark} are left out, in {len(images)} images ({first_three(images)})")
-    counts = {split: _counts(source, pixels[split]) for split in splits}
+    counts = {split: _counts(source, pixels[split]) for split in SPLITS}
     return Report(faults, meaning, notes, counts, pixels)
 
 
@@ -365,8 +350,8 @@ def _counts(source: Source, pixels: PixelCounts) -> SplitCounts:
 
 
 def _check_pair(source: Source, split: Split, index: int) -> tuple[list[FileError], np.ndarray | None, Sequence[str]]:
-    """Return the faults of a pair, the pixels of each value in its mask if that could be read, and what it leaves
-    out."""
+    """Return the faults of a pair, the pixels of each value in its mask if it could be read, and why objects are left
+    out of it."""
     where = f"{source.info.name} {split} '{source.names(split)[index]}'"
     faults: list[FileError] = []
     image: Image.Image | None = None

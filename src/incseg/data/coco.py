@@ -1,11 +1,11 @@
 """COCO: one JSON file of images, annotations and categories; polygons or run lengths.
 
-The file is scanned once, entry by entry, and an annotation is read again when its image is drawn: COCO's own training
-set, 450 MB, takes as much memory as its list of images.
+The file is scanned once, entry by entry. An annotation is read again when its image is drawn. So COCO's own training
+set, 450 MB, takes only the memory of its list of images.
 
-Several polygons of an annotation are one object; one that lies inside the others is a hole. A crowd (iscrowd 1) is not
-annotated. But where most annotations of a file are crowds, the tool means run lengths by it, as CVAT does for masks
-drawn with a brush: then they are objects like others.
+Several polygons of an annotation are one object, and a polygon inside the others is a hole. A crowd (iscrowd 1) counts
+as not annotated. But if most annotations of a file are crowds, the flag means run lengths, as in CVAT's export of
+brush masks. Then they are objects like others.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from incseg.io import replacing
 from incseg.types import IGNORE, UserError
 
 _GLANCE = 1 << 16
-"""Bytes that tell what a file is."""
+"""Bytes at the start and at the end of a file that show what it is."""
 
 
 class Coco(Annotated):
     """COCO's instances JSON, also as CVAT, Roboflow and Label Studio export it: polygons and run lengths.
 
-    The files can be anywhere under the root: annotations/instances_train2017.json, train/_annotations.coco.json. Their
-    names and folders say which split they are.
+    The files can be anywhere under the root: annotations/instances_train2017.json, train/_annotations.coco.json. The
+    split follows from their names and folders.
     """
 
     format = "coco"
@@ -67,7 +67,7 @@ class Coco(Annotated):
             subset = subset_of(key)
             segmented, number = segmented + index.segmented, number + len(index.images)
             if index.strays:
-                found.notes.append(f"{key}: {index.strays} annotations are of no image of the file and are left out")
+                found.notes.append(f"{key}: {index.strays} annotations refer to no image of the file and are left out")
             if index.brush:
                 found.notes.append(f"{key}: most annotations are crowds, so iscrowd is read as run lengths, not crowds")
             for i, (name, _, _) in enumerate(index.images):
@@ -125,10 +125,10 @@ class Coco(Annotated):
 
 @dataclass
 class _Index:
-    """Where the annotations of each image are in a file.
+    """The places of the annotations of each image in a file.
 
-    images:    the name, width and height of each.
-    names:     of the categories by id.
+    images:    the name, width and height of each image.
+    names:     names of the categories by id.
     starts:    (images + 1,) the first annotation of each image in `offsets` and `lengths`.
     strays:    annotations of images that the file does not list.
     segmented: annotations that have an outline.
@@ -148,7 +148,7 @@ class _Index:
 
 
 def annotation_files(images: ImageFiles) -> list[Path]:
-    """Return the JSON files that hold instances; beside instances_*.json others of their folder are left out."""
+    """Return the JSON files with instances. In a folder with instances_*.json, all other files are left out."""
     files, chosen = images.with_suffix(".json"), []
     for file in files:
         instances = any(other.parent == file.parent and other.name.startswith("instances") for other in files)
@@ -161,7 +161,7 @@ def annotation_files(images: ImageFiles) -> list[Path]:
 
 
 def looks_like_coco(file: Path) -> bool:
-    """Return whether a JSON file is an object whose first and last bytes show two members of COCO's three."""
+    """Return whether a JSON file is an object with two of COCO's three members near its start or its end."""
     with file.open("rb") as stream:
         text = stream.read(_GLANCE)
         stream.seek(max(0, file.stat().st_size - _GLANCE))
@@ -172,7 +172,7 @@ def looks_like_coco(file: Path) -> bool:
 
 
 def index_of(file: Path) -> _Index:
-    """Return the index of a file, made once for each state of it."""
+    """Return the index of a file, which is built again only if the file has changed."""
     stat = file.stat()
     return _index(file, stat.st_size, stat.st_mtime_ns)
 

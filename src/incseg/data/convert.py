@@ -27,8 +27,8 @@ FOLDER = "folder"
 _MOST_TOLERANCE = 100
 FORMATS = (FOLDER, *WRITERS)
 TOLERANCE_HELP = (
-    "how far polygons may be off to have fewer points, which are easier to correct; parts smaller than its square are "
-    "left out (default: 0, exact)"
+    "largest error of polygons: a larger one gives fewer points, which are easier to correct; parts with an area below "
+    "its square are left out (default: 0, exact)"
 )
 
 
@@ -46,7 +46,7 @@ def convert(
     tolerance: float = 0.0,
     progress: Progress | None = None,
 ) -> int:
-    """Write the first `limit` images of each split with their labels to a new folder; returns the number written."""
+    """Write the first `limit` images of each split with their labels to a new folder. Return the number written."""
     if to == FOLDER:
         require_new(out)
         return export(source, out, splits, limit, progress)
@@ -61,7 +61,7 @@ def convert(
 
 
 def _file(source: Source, split: Split, index: int) -> Path | Image.Image | None:
-    """Return the file of an image, which is copied unchanged; None where there is none."""
+    """Return the file of an image, to copy it unchanged; None if the image has no file."""
     while isinstance(source, Extended):
         source = source.inner
     return source.files(split).images[index] if isinstance(source, FileSource) else None

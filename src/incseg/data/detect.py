@@ -1,4 +1,4 @@
-"""Which format a folder of labels has."""
+"""Detect the format of a folder of labels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from incseg.types import UserError
 
 AUTO = "auto"
 _MOST_FILES = 50
-"""JSON files that are looked at: the others are alike."""
+"""Most JSON files to look into; the others are assumed to be alike."""
 
 
 def detect(root: str | Path) -> str:
-    """Return the name of the format that the labels in a folder have."""
+    """Return the name of the format of the labels in a folder."""
     found = formats_in(require_folder(root))
     if len(found) == 1:
         return found[0]
-    what = f"labels of {' and '.join(found)}" if found else "no labels that are known"
+    what = f"labels of {' and '.join(found)}" if found else "no labels of a known format"
     raise UserError(f"'{root}' has {what}; name the format with --data: folder, coco, labelme, yolo, cvat, labelstudio")
 
 
 def formats_in(root: Path) -> list[str]:
-    """Return the names of the formats that a folder has signs of."""
+    """Return the names of the formats whose typical files are in a folder."""
     if (root / "classes.txt").is_file() and (root / "masks").is_dir() and (root / "images").is_dir():
         return ["folder"]
     files = ImageFiles(root)

@@ -15,16 +15,16 @@ from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, Increment
 
 
 class Extended(Source):
-    """The images of `inner` with masks in the ids of a model that is to learn some of its classes.
+    """The images of `inner`, with masks in the ids of a model that will learn some of its classes.
 
-    The model's classes keep their ids; the new ones take those behind the largest, other classes of `inner` those
-    behind. A class that both have, by the same name up to case, blanks, - and _, has the model's id in the masks: so
-    it can be tested.
+    The ids of the model's classes do not change. New classes get the next ids, and other classes of `inner` the ids
+    after these. A class that both have has the model's id in the masks, so it can be tested. Names are compared without
+    case, blanks, - and _.
 
-    known:    what the model has learnt.
+    known:    the steps that the model has learnt.
     task:     the new classes, "helmet,vest", or "joint" for all that the model does not know.
     colours:  (N+1, 3) of background and the known classes.
-    improved: new classes that the model knew before, with the ids and colours that they go on to have.
+    improved: new classes that the model knew before, with their ids and colours, which do not change.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Extended(Source):
         names |= dict(enumerate([name for name in [*self.new, *others] if name not in improved], start=first))
         if max(names) > MAX_CLASSES:
             raise UserError(
-                f"the ids of {inner.info.name} behind the model's would go up to {max(names)}, and {MAX_CLASSES} is "
-                "the most; leave classes out of classes.txt"
+                f"with the classes of {inner.info.name} the model's ids would reach {max(names)}, and {MAX_CLASSES} is "
+                "the limit; leave classes out of classes.txt"
             )
         id_of = {name: i for i, name in names.items()}
         self._table = np.full(256, IGNORE, dtype=np.uint8)
@@ -64,13 +64,13 @@ class Extended(Source):
                 self.notes.append(f"'{name}' in the masks is tested as the known class '{names[self._table[number]]}'")
         listed = tuple(names.get(i, f"(id {i}, not used)") for i in range(1, max(names) + 1))
         self.info = DatasetInfo(inner.info.name, listed, inner.info.has_background)
-        kept = np.array([*colours.tolist(), *(colour for _, colour in improved.values())])
+        known_colours = np.array([*colours.tolist(), *(colour for _, colour in improved.values())])
         own = [BACKGROUND, *known_ids, *(own for own, _ in improved.values())]
-        self._palette = _palette(own, kept, range(first, max(names) + 1))
+        self._palette = _palette(own, known_colours, range(first, max(names) + 1))
 
     @property
     def table(self) -> np.ndarray:
-        """(256,) uint8, the id here of each id of `inner`."""
+        """(256,) uint8, the id in the masks of each id of `inner`."""
         return self._table
 
     @property

@@ -1,8 +1,8 @@
 """Feature maps on disk: the output of a frozen backbone for every image of a split, computed once.
 
-A store is a folder of blocks. A block holds the maps of some images in half precision, both ways round, and their
-masks as dataset ids; it is written whole or not at all, carries a checksum, and is mapped into memory when read.
-The folder's name is a digest of everything the maps depend on, so that all runs, tasks, methods and seeds share it.
+A store is a folder of blocks. A block has the maps of some images in half precision, with mirrored ones if needed, and
+their masks as dataset ids. It is written whole or not at all, has a checksum, and is mapped into memory when read.
+The folder's name is a digest of everything the maps depend on, so all runs, tasks, methods and seeds share it.
 
 A writer holds the folder's lock: two runs do not make the same blocks, and `clear` does not delete them meanwhile. A
 reader needs no lock: a mapped block stays readable until the reader ends, even if its file is deleted.
@@ -31,27 +31,27 @@ from incseg.io import replacing, write_json
 from incseg.types import UserError
 
 BLOCK = 64
-"""Images per block: what an interruption may cost."""
+"""Images per block: the most work that an interruption loses."""
 _ABOUT = "about.json"
 _LOCK = ".lock"
 _MARGIN = 0.01
-"""Of what a cache needs, to be left free: files take whole blocks of the disk, and runs write there too."""
+"""Share of the size of a cache that must also be free: files take whole blocks of the disk, and runs write too."""
 _OUR_FILES = ("block-*.bin", _ABOUT, _LOCK, ".*.tmp")
 
 
 class StoreUnwritable(Exception):
-    """A store that blocks are missing from cannot be written: a reason to do without it, not to end a run."""
+    """Blocks of a store are missing and cannot be written. The run continues without the store."""
 
 
 class _Damaged(UserError):
-    """A block exists but does not hold what was written."""
+    """A block exists but is damaged."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one image takes: its stages, each (channels, height, width), and its mask.
+    """The arrays of one image: its stages, each (channels, height, width), and its mask.
 
-    The mask is size × size, the centre of the image, or (height, width) `frame`, all of it.
+    The mask is size × size for the centre of the image, or (height, width) `frame` for the whole image.
     """
 
     stages: tuple[tuple[int, int, int], ...]
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def values(self) -> int:
-        """Half-precision numbers of one view of an image."""
+        """Number of half-precision values of one view of an image."""
         return sum(math.prod(stage) for stage in self.stages)
 
     @property
@@ -94,7 +94,7 @@ class FeatureStore:
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def blocks_of(self, images: Iterable[int]) -> list[int]:
-        """Return the blocks that hold some images."""
+        """Return the blocks of some images."""
         return sorted({image // BLOCK for image in images})
 
     def images_of(self, block: int) -> range:
@@ -103,10 +103,10 @@ class FeatureStore:
     def missing(self, blocks: Sequence[int], progress: Progress | None = None) -> tuple[list[int], list[Path]]:
         """Return the blocks still to be made, and the files of those among them that are damaged.
 
-        All others are mapped and proven by their checksums. That takes about a second per gigabyte and also brings
+        All others are mapped and checked by their checksums. That takes about a second per gigabyte. It also brings
         them into the system's file cache, from which training reads them.
         """
-        faults = list(in_threads(lambda row: self._try_open(blocks[row]), len(blocks), None, progress))
+        faults = list(in_threads(lambda row: self._try_open(blocks[row]), len(blocks), progress))
         to_make = [block for block, fault in zip(blocks, faults, strict=True) if fault is not None]
         return to_make, [self._path(b) for b, f in zip(blocks, faults, strict=True) if isinstance(f, _Damaged)]
 
@@ -155,7 +155,7 @@ class FeatureStore:
             expected = len(self.images_of(block)) * self.layout.bytes_per_image
             if body.size != expected or zlib.crc32(body.data) != int.from_bytes(checksum, "little"):
                 return _Damaged("it is damaged")
-        except ValueError:  # there is no mapping an empty file
+        except ValueError:  # an empty file cannot be mapped
             return _Damaged("it is empty")
         except OSError as error:
             return error
@@ -234,7 +234,7 @@ def clear(caches: Sequence[StoredCache]) -> int:
                 # Windows does not delete the lock that we hold
                 with contextlib.suppress(*([PermissionError] if file.name == _LOCK else [])):
                     file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it holds other files
+            with contextlib.suppress(OSError):  # it has other files
                 cache.folder.rmdir()
     return freed
 

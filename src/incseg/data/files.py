@@ -21,7 +21,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 
 from incseg.data.source import Source, Split
-from incseg.io import cache_path, write_text
+from incseg.io import cache_path, first_few, write_text
 from incseg.types import IGNORE, UserError
 
 PathLike = str | os.PathLike[str]
@@ -40,21 +40,21 @@ _COLOUR_SAMPLE = 256
 """Longer side to which a colour mask is reduced before its colours are counted."""
 LONGEST_SIDE = 100_000
 LARGEST_RATIO = 5_000
-"""Of the longer side to the shorter. Memory and time grow with the length of a strip, however few pixels it has; with
-these limits and that on pixels they are bounded. Photographs, panoramas and line scans stay far below."""
+"""Largest ratio of the longer side to the shorter. Memory and time grow with the length of a strip even if it has few
+pixels. These limits and the limit on pixels bound them. Photographs, panoramas and line scans stay far below."""
 
 
 class FileError(UserError):
     """A faulty file of the user: its path, what is wrong, and the remedy.
 
-    kind:  where many files can have the same fault, what these have in common.
+    kind:  one of the kinds of faults above; empty for a fault of a single file.
     found: the values or colours that are wrong.
     """
 
     def __init__(
         self, file: PathLike, fault: str, remedy: str, kind: str = "", found: tuple[int | str, ...] = ()
     ) -> None:
-        super().__init__(str(file), fault, remedy, kind, found)  # all of them, so that it can be pickled
+        super().__init__(str(file), fault, remedy, kind, found)  # with all arguments, so that it can be pickled
         self.file, self.fault, self.remedy, self.kind, self.found = str(file), fault, remedy, kind, found
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _made_rgb(image: Image.Image) -> Image.Image:
-    """`as_rgb` of an image that nobody else has, without a second copy of its pixels."""
+    """Convert an image like `as_rgb`, but without a copy: the image itself changes."""
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "I" or image.mode.startswith("I;16"):
         image = Image.fromarray(np.clip(np.asarray(image) >> 8, 0, 255).astype(np.uint8))
@@ -88,7 +88,7 @@ def _made_rgb(image: Image.Image) -> Image.Image:
 
 
 def require_size(where: PathLike, width: int, height: int, most_pixels: int | None = None) -> None:
-    """Refuse an image that could take memory or time without bound; `where` is its file, or names it.
+    """Refuse an image that could take unbounded memory or time. `where` is its file, or a name for the error.
 
     most_pixels: by default Pillow's limit against decompression bombs, which PIL.Image.MAX_IMAGE_PIXELS sets.
     """
@@ -108,7 +108,7 @@ def require_size(where: PathLike, width: int, height: int, most_pixels: int | No
 def _too_many_pixels(where: PathLike, most_pixels: int | None) -> FileError:
     most = most_pixels or 2 * (Image.MAX_IMAGE_PIXELS or 0)
     remedy = "shrink or cut it" if most_pixels else "shrink or cut it, or raise PIL.Image.MAX_IMAGE_PIXELS in Python"
-    return FileError(where, f"it has more than {most:,} pixels, the most that are read here", remedy)
+    return FileError(where, f"it has more than {most:,} pixels, which is the limit", remedy)
 
 
 def read_image(path: PathLike) -> Image.Image:
@@ -124,13 +124,13 @@ def image_size(path: PathLike) -> tuple[int, int]:
 
 
 def stored_size(path: PathLike) -> tuple[tuple[int, int], bool]:
-    """Return (width, height) of the stored pixels, and whether they change places in what `read_image` gives."""
+    """Return (width, height) of the stored pixels, and whether `read_image` swaps width and height."""
     with _opened(path) as image:
         return image.size, _is_sideways(image)
 
 
 def _is_sideways(image: Image.Image) -> bool:
-    """Return whether its EXIF orientation makes width and height change places."""
+    """Return whether the EXIF orientation swaps width and height."""
     return _orientation(image) in range(5, 9)
 
 
@@ -147,13 +147,13 @@ _TURNS = {
 
 
 def turn_of(path: PathLike) -> Image.Transpose:
-    """Return how `read_image` turns the stored pixels of an image whose width and height change places."""
+    """Return how `read_image` transposes the stored pixels of an image if it swaps width and height."""
     with _opened(path) as image:
         return _TURNS[_orientation(image)]
 
 
 def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int]]:
-    """Read an image with the longer side reduced to at most `side`, and the size it had; see `Source.preview`."""
+    """Return an image with the longer side reduced to at most `side`, and its full size; see `Source.preview`."""
     with _opened(path) as image:
         full = image.size
         image.draft("RGB", (side, side))  # a JPEG is decoded at a fraction of its size, which takes less memory
@@ -164,13 +164,13 @@ def read_preview(path: PathLike, side: int) -> tuple[Image.Image, tuple[int, int
 
 
 def decode_image(content: bytes, name: str, formats: tuple[str, ...], most_pixels: int) -> Image.Image:
-    """Decode bytes as an RGB image with Pillow's decoders `formats`; `name` stands for the file in errors."""
+    """Decode bytes as an RGB image with Pillow's decoders `formats`. Errors call the image `name`."""
     with _opened(name, io.BytesIO(content), formats, most_pixels) as image:
         return _made_rgb(image)
 
 
 def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarray:
-    """Return the class numbers of an index mask, (H, W) uint8; the pixels that hold `void` become 255.
+    """Return the class numbers of an index mask, (H, W) uint8. The value `void` becomes 255.
 
     Palette images give their indices, never their colours; a 1-bit image gives 0 and 1. The EXIF
     orientation is applied as to the image, so that both are read as a viewer shows them.
@@ -180,9 +180,10 @@ def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarra
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode not in ("1", "L", "P", "I") and not image.mode.startswith("I;16"):
             colours = _colours(image)
+            some = first_few(colours, 5)
             raise FileError(
                 path,
-                f"the mask has mode {image.mode}, so it holds colours instead of class numbers ({_some(colours)})",
+                f"the mask has mode {image.mode}, so it holds colours instead of class numbers ({some})",
                 "save it as a single-channel or palette PNG with class numbers",
                 COLOURS,
                 colours,
@@ -195,7 +196,7 @@ def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarra
         found = tuple(np.unique(values[wrong]).tolist())
         raise FileError(
             path,
-            f"the mask holds {_some(found)}, but classes are 0 to {num_classes} and void is {void}",
+            f"the mask holds {first_few(found, 5)}, but classes are 0 to {num_classes} and void is {void}",
             f"add the class to the list of names, or set these pixels to {void}",
             VALUES,
             found[:_MOST_VALUES],
@@ -206,7 +207,7 @@ def read_mask(path: PathLike, num_classes: int, void: int = IGNORE) -> np.ndarra
 
 
 def read_stored(path: PathLike, sizes: Sequence[tuple[int, int]]) -> Image.Image:
-    """Return an image as it is stored, such as a mask in colours; a size other than `sizes` is refused first."""
+    """Return an image as it is stored, such as a mask in colours. Refuse any size not in `sizes` before decoding."""
     with _opened(path) as image:
         if image.size not in sizes:
             (width, height), (shown_width, shown_height) = image.size, sizes[0]
@@ -214,10 +215,6 @@ def read_stored(path: PathLike, sizes: Sequence[tuple[int, int]]) -> Image.Image
             raise FileError(path, fault, "export both at one size", SIZES)
         image.load()
         return image.copy()
-
-
-def _some(found: Sequence[int | str]) -> str:
-    return ", ".join(str(one) for one in found[:5]) + (", …" if len(found) > 5 else "")
 
 
 def _colours(image: Image.Image) -> tuple[str, ...]:
@@ -231,12 +228,12 @@ def _colours(image: Image.Image) -> tuple[str, ...]:
 
 
 def list_file(path: PathLike) -> list[str]:
-    """Return the lines of a text file, stripped, without blank ones; a line that comes twice is an error."""
+    """Return the lines of a text file, stripped, without blank lines. A duplicate line is an error."""
     return without_duplicates([line.strip() for line in text_lines(path) if line.strip()], path)
 
 
 def text_lines(path: PathLike) -> list[str]:
-    """Return all lines of a UTF-8 file, as they are."""
+    """Return all lines of a UTF-8 file, unchanged."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -249,10 +246,10 @@ def text_lines(path: PathLike) -> list[str]:
 
 
 def without_duplicates(names: list[str], path: PathLike) -> list[str]:
-    """Return the names as they came, none of them twice; `path` is named in the error."""
+    """Return the names unchanged. Raise a FileError for the file `path` if a name is a duplicate."""
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
-        raise FileError(path, f"'{twice}' comes twice", "keep one of the two lines")
+        raise FileError(path, f"'{twice}' is listed twice", "delete one of the two lines")
     return names
 
 
@@ -260,7 +257,7 @@ def without_duplicates(names: list[str], path: PathLike) -> list[str]:
 class PairFiles:
     """The files of a split: `names[i]` has the image `images[i]` and the mask `masks[i]`.
 
-    Where labels are not masks, `masks` are the files that they are in.
+    If labels are not masks, `masks` are the files that contain the labels.
     """
 
     names: tuple[str, ...]
@@ -282,7 +279,7 @@ class PairFiles:
         with ThreadPoolExecutor() as pool:
             for file, content in zip(files, pool.map(_content, files), strict=True):
                 digest.update(f"{file.name}\t{content}\n".encode("utf-8", "surrogateescape"))
-        with suppress(OSError):  # then it is read again next time
+        with suppress(OSError):  # without a cache, files are read again next time
             write_text(known, digest.hexdigest())
         return digest.hexdigest()
 
@@ -310,7 +307,7 @@ def _content(file: Path) -> str:
 
 
 class FileSource(Source):
-    """A source whose pairs lie in files; a subclass finds them."""
+    """A source whose images and masks are files. A subclass finds the files."""
 
     void: int = IGNORE
     """The value that means void in the mask files."""
@@ -340,7 +337,7 @@ class FileSource(Source):
 
 
 def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[str]:
-    """Return a line where images are both trained and tested on, else nothing."""
+    """Return a note if some images are in both train and val, else an empty list."""
     both = sorted(set(train) & set(val))
     if not both:
         return []
@@ -354,14 +351,14 @@ def _opened(
     formats: tuple[str, ...] | None = None,
     most_pixels: int | None = None,
 ) -> Iterator[Image.Image]:
-    """Open an image file; every error of opening and decoding becomes a FileError.
+    """Open an image file. Every error of opening and decoding becomes a FileError.
 
-    Where there is a stream it is read instead, and `path` only names it. The size is read from the header and checked
+    If a stream is given, it is read instead, and `path` is only a name. The size is read from the header and checked
     before anything is decoded, see `require_size`.
     """
     try:
         with warnings.catch_warnings():
-            # Pillow warns from half of its limit on; what lies between is large but is read.
+            # Pillow warns above half of its limit. Images between half and the limit are large but allowed.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(path if stream is None else stream, formats=formats)
         with opened as image:
@@ -373,12 +370,12 @@ def _opened(
         raise _too_many_pixels(path, most_pixels) from error
     except FileNotFoundError:
         raise FileError(path, "no such file", "restore it, or take its name off the list", MISSING) from None
-    except UnidentifiedImageError as error:  # Pillow's message repeats the path, or of bytes gives an address
+    except UnidentifiedImageError as error:  # Pillow's message repeats the path, or has the address of a stream
         allowed = f"; allowed are {', '.join(formats)}" if formats else ""
         cause = f"its format is not known{allowed}"
         raise FileError(path, f"cannot be read as an image ({cause})", "export or copy it again") from error
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
-        said = re.sub(r"<_io\.[^>]*>", "the file", str(error))  # Pillow names a stream by its address
+        said = re.sub(r"<_io\.[^>]*>", "the file", str(error))  # a stream is an address in Pillow's message
         cause = " ".join(said.split()) or type(error).__name__
         fault = f"cannot be read as an image ({cause})"
         raise FileError(path, fault, "export or copy it again", UNREADABLE) from error

@@ -1,4 +1,4 @@
-"""Own data: a folder of images, a folder of index masks and a list of class names; `export` writes any source so."""
+"""Own data: folders of images and index masks, and a list of class names. `export` writes any source in this form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from incseg.data.files import (
 )
 from incseg.data.presence import Progress
 from incseg.data.source import SPLITS, Source, Split
-from incseg.io import replacing, write_text
+from incseg.io import first_few, replacing, write_text
 from incseg.types import IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
@@ -34,10 +34,10 @@ VAL_SHARE = 5
 class Folder(FileSource):
     """root/images, root/masks (a PNG of the same name each), root/classes.txt.
 
-    classes.txt has one name per line, id 1 first; a first line "background" stands for id 0. The lists
-    root/train.txt and root/val.txt hold image names, with or without suffix; where one of them is missing,
-    its images are those of the other left over. Without both, one image in five, chosen by a hash of its
-    name, is for testing: images that are added later change nothing for those already there.
+    classes.txt has one name per line, id 1 first; a first line "background" is id 0. The lists root/train.txt and
+    root/val.txt have image names, with or without suffix. If one of them is missing, its split gets all images that
+    the other does not list. Without both, a hash of the name chooses one image in five for testing, so the split of an
+    image does not change when others are added.
 
     void: the value that means "not annotated" in the masks.
     """
@@ -69,7 +69,7 @@ class Folder(FileSource):
         return self._files[split]
 
     def _pairs(self, split: Split, names: list[str], images: dict[str, Path], masks: dict[str, Path]) -> PairFiles:
-        if without := [name for name in names if name not in masks]:  # an error once one of them is used
+        if without := [name for name in names if name not in masks]:  # reading one of them is an error
             self.notes.append(
                 f"folder: {len(without)} of {len(names)} {split} images have no mask ({first_three(without)}); "
                 f"add masks/NAME.png for each, or leave them out of {split}.txt"
@@ -79,7 +79,7 @@ class Folder(FileSource):
 
 
 def require_folder(root: PathLike) -> Path:
-    """Return the folder of a dataset; a UserError where there is none."""
+    """Return the folder of a dataset. Raise a UserError if it does not exist."""
     folder = Path(root).expanduser()
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
@@ -92,7 +92,7 @@ def chosen_splits(
 ) -> tuple[dict[Split, list[str]], list[str]]:
     """Return the images of each split, by the lists train.txt and val.txt or by a hash of the names, and notes on it.
 
-    listed: returns the images that such a file lists.
+    listed: function that returns the images in such a list.
     """
     images, notes = list(names), []
     train, val = (listed(file) if file.is_file() else None for file in (root / "train.txt", root / "val.txt"))
@@ -137,7 +137,7 @@ def names_background(path: PathLike) -> bool:
 
 
 def unreadable_note(files: Iterable[Path]) -> str:
-    """Return a line where some of the files are photographs in a format that is not read, else nothing."""
+    """Return a note if some of the files are photographs in a format that cannot be read, else an empty string."""
     left_out = sorted(file.name for file in files if file.suffix.lower() in UNREADABLE_SUFFIXES)
     if not left_out:
         return ""
@@ -146,11 +146,11 @@ def unreadable_note(files: Iterable[Path]) -> str:
 
 
 def hash_split(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return (train, val) in sorted order: a name is for val where its hash is divisible by `VAL_SHARE`."""
+    """Return (train, val) in sorted order: a name is in val if its hash is divisible by `VAL_SHARE`."""
     hashes = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in sorted(names)}
     val = {name for name, value in hashes.items() if value % VAL_SHARE == 0}
     by_hash = sorted(hashes, key=hashes.__getitem__)
-    # A handful of images can all fall on one side; each side gets at least one where there are two.
+    # All hashes of a few images can fall on one side. Of two or more images, each side gets at least one.
     if not val and len(by_hash) > 1:
         val = {by_hash[0]}
     elif len(val) == len(by_hash):
@@ -207,7 +207,7 @@ def _listed(path: Path, images: dict[str, Path]) -> list[str]:
 
 def first_three(names: Sequence[str]) -> str:
     """Return "'a', 'b', 'c', …"."""
-    return ", ".join(f"'{name}'" for name in names[:3]) + (", …" if len(names) > 3 else "")
+    return first_few(f"'{name}'" for name in names)
 
 
 def export(
@@ -245,7 +245,7 @@ def export(
 
 
 def flat_name(name: str, taken: set[str]) -> str:
-    """Return a name for a file of what may be a path, other than those taken, and take it."""
+    """Return a unique file name for a name that may be a path, and add it to `taken`."""
     flat = found = "".join(c if c.isprintable() and c not in "/\\" else "_" for c in name)
     number = 2
     while found.casefold() in taken:
@@ -255,7 +255,7 @@ def flat_name(name: str, taken: set[str]) -> str:
 
 
 def _require_elsewhere(source: Source, out: Path) -> None:
-    """Refuse a folder that the dataset itself is read from: its images and masks would be replaced."""
+    """Refuse a folder that the dataset is read from: its images and masks would be replaced."""
     if not isinstance(source, FileSource):
         return
     files = [file for split in SPLITS for file in (*source.files(split).images, *source.files(split).masks)]

@@ -1,4 +1,4 @@
-"""Read a large JSON file entry by entry: memory holds one entry at a time, and each can be read again alone."""
+"""Read a large JSON file entry by entry. Only one entry is in memory at a time, and each can be read again alone."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import IO, Any
 from incseg.data.files import FileError
 
 MOST_BYTES = 16_000_000
-"""Of one entry, and of the labels of one image: Python's objects take up to thirty times as much memory."""
+"""Limit on one entry, and on the labels of one image. As Python objects they take up to thirty times the memory."""
 _CHUNK = 1 << 20
 _BLANK = " \t\n\r"
 BROKEN = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
-"""What reading values of the wrong kind can raise."""
+"""Exceptions that reading values of the wrong kind can raise."""
 
 
 @dataclass(frozen=True)
 class Part:
     """An entry of an array, or of the object that is the file.
 
-    name:   of the member of the file's object; empty where the file is an array.
+    name:   name of the member of the file's object; empty if the file is an array.
     listed: whether it is an element of the member's array.
     """
 
@@ -47,7 +47,7 @@ def parts(path: Path) -> Iterator[Part]:
 
 
 def read_part(stream: IO[bytes], offset: int, length: int) -> Any:
-    """Return the entry that `parts` found there."""
+    """Return the entry that `parts` found at this place."""
     stream.seek(offset)
     return json.loads(stream.read(length))
 
@@ -87,13 +87,13 @@ class _Reader:
         self._take("]")
 
     def _value(self) -> tuple[int, int, Any]:
-        """Return where the next value lies, its length, and the value."""
+        """Return the offset of the next value, its length, and the value."""
         self._peek()
         wanted = _CHUNK
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.at)
-                if end < len(self.text) or self.ended:  # a number at the end may go on
+                if end < len(self.text) or self.ended:  # a number at the end may be incomplete
                     break
             except json.JSONDecodeError as error:
                 if self.ended:

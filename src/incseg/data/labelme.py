@@ -36,10 +36,10 @@ from incseg.io import write_json, write_text
 from incseg.types import UserError
 
 _MOST_FILE = 512_000_000
-"""Bytes of a file, most of which can be the image itself; it is left out before the rest is read."""
+"""Limit on the bytes of a file. Most of them can be the image itself, which is removed before the rest is parsed."""
 _IMAGE_DATA = re.compile(rb'"imageData"\s*:\s*"[A-Za-z0-9+/=\\\s]*"')
 _VERSION = "5.5.0"
-"""Of LabelMe, whose files ours are like; it warns of others."""
+"""The version of LabelMe that our files name. LabelMe warns about other versions."""
 
 
 class LabelMe(Annotated):
@@ -109,9 +109,9 @@ class LabelMe(Annotated):
 
 
 def read_labelme(file: Path) -> dict[str, Any] | None:
-    """Return the content of a file without the image that may be in it; None where it is another tool's."""
+    """Return the content of a file without an embedded image; None if the file is from another tool."""
     if (size := file.stat().st_size) > _MOST_FILE:
-        raise FileError(file, f"takes {size // 1_000_000} MB", "save it in LabelMe without the image data")
+        raise FileError(file, f"has {size // 1_000_000} MB", "save it in LabelMe without the image data")
     text = file.read_bytes()
     if b'"shapes"' not in text:
         return None
@@ -128,7 +128,7 @@ def read_labelme(file: Path) -> dict[str, Any] | None:
 
 
 def _ring(kind: str, points: np.ndarray) -> np.ndarray | None:
-    """Return the outline of a shape; None for lines, points and what is not known."""
+    """Return the outline of a shape; None for lines, points and unknown kinds."""
     if kind in ("polygon", "oriented_rectangle"):
         return points
     if kind == "rectangle" and len(points) == 2:
@@ -141,7 +141,7 @@ def _ring(kind: str, points: np.ndarray) -> np.ndarray | None:
 
 
 def _mask(text: str, points: np.ndarray, size: Size) -> Patch:
-    """Return the pixels of a mask shape: a PNG as text, whose first and last pixel the points name."""
+    """Return the pixels of a mask shape: a PNG as text. The two points are its first and its last pixel."""
     (left, top), (right, bottom) = np.rint(points[:2]).astype(np.int64).tolist()
     if right - left >= size[0] or bottom - top >= size[1]:
         raise ValueError("a mask larger than the image")

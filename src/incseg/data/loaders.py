@@ -33,8 +33,8 @@ Sample = tuple[Tensor, Tensor, int]
 class StepView(Dataset[Sample | UserError]):
     """Images of one step, relabelled by its table.
 
-    Items are asked for by (epoch, position): the augmentation's generator is seeded by them, so that it does
-    not matter which worker or process draws a sample, or whether the run was interrupted before it.
+    Items are indexed by (epoch, position), which also seed the augmentation. So a sample is the same in every worker
+    and process, and in a resumed run.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepView(Dataset[Sample | UserError]):
         index = self.images[position]
         try:
             image, mask = self.source.pair(self.split, index)
-        except UserError as error:  # workers would wrap it in a traceback; `batches` raises it whole
+        except UserError as error:  # workers would wrap it in a traceback; `batches` raises it
             return error
         pixels, labels = self.transform(image, self.table[mask], sample_generator(self.seed, epoch, position))
         return pixels, labels, index
@@ -71,9 +71,9 @@ def sample_generator(seed: Sequence[int], epoch: int, position: int) -> np.rando
 class EpochOrder(Sampler[list[tuple[int, int]]]):
     """The batches of a whole step, all epochs in a row, as (epoch, position) keys.
 
-    Every epoch is a permutation of its own, cut into full batches; what is left over is dropped, and a set
-    smaller than a batch is repeated to fill one. With several processes each takes every world-th sample of
-    the same global batch. Starts at `first`, where an interrupted run goes on.
+    Every epoch has its own permutation, divided into full batches. The rest is dropped, and a set smaller than a batch
+    is repeated to fill one. With several processes, each takes every world-th sample of the same global batch. An
+    interrupted run resumes at batch `first`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ def batches(
     """Load batches in order with `workers` processes; a faulty file raises its own UserError."""
     loader = DataLoader(
         view,
-        batch_sampler=order,  # type: ignore[arg-type]  # it asks for no more than an iterable
+        batch_sampler=order,  # type: ignore[arg-type]  # an iterable is enough
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pin,
@@ -137,7 +137,8 @@ def batches(
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; a worker that stopped would end the run before it is saved."""
+    """Ignore Ctrl-C in a worker. It reaches every process of a terminal, and a worker that stops would end the run
+    before it is saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -182,7 +183,7 @@ class Loaders(ABC):
         """Return the mask of a training image, in dataset ids."""
 
     def label_counts(self, step: Step) -> Tensor:
-        """Return (256,) how many pixels of the step's training images carry each training label; reads masks only."""
+        """Return the (256,) number of pixels with each training label in the step's images; reads masks only."""
         counts = np.zeros(256, dtype=np.int64)
         for image in self.train_images[step.index]:
             counts += np.bincount(step.train_table[self.mask(image)].ravel(), minlength=256)
@@ -304,7 +305,7 @@ def _ahead(load: Callable[[list[tuple[int, int]]], Loaded], keys: Keys) -> Itera
                     return
                 put(load(batch))
             put(None)
-        except BaseException as error:  # it belongs to the reader's thread
+        except BaseException as error:  # raised again in the reader's thread
             put(error)
 
     thread = threading.Thread(target=work, name="feature-reader", daemon=True)

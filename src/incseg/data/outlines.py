@@ -1,7 +1,7 @@
 """Outlines and run lengths: polygons to pixels, pixels to polygons, the run lengths of COCO.
 
 Coordinates count pixel edges from the upper left corner: the pixel in column x covers x to x + 1. A pixel belongs to a
-polygon if its centre lies inside. So outlines along pixel edges, as `outlines` traces them, give back the same pixels.
+polygon if its centre is inside. So outlines along pixel edges, as `outlines` traces them, give back the same pixels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 
 FEWEST_POINTS = 3
 _MOST_CROSSINGS = 1 << 20
-"""Crossings of edges and rows that are computed at once: they bound the memory."""
+"""Most crossings of edges and rows that are computed at once, to bound the memory."""
 _FARTHEST = float(1 << 24)
-"""Points farther away than any image is wide are moved to here, where arithmetic is still exact enough."""
+"""Largest coordinate; larger ones are clipped. No image is as wide, and arithmetic is still exact enough there."""
 
 Ring = np.ndarray
 """(N, 2) float64, the points (x, y) of a closed polygon."""
@@ -25,7 +25,7 @@ Patch = tuple[int, int, np.ndarray]
 def fill(ring: Ring, width: int, height: int) -> Patch:
     """Return the pixels inside a polygon by the even-odd rule, cut to the image.
 
-    A line that is drawn there and back cancels exactly: that is how holes are joined to the polygon around them.
+    A line that is drawn there and back cancels exactly, so holes can be joined to the polygon around them.
     """
     points = np.clip(ring, -_FARTHEST, _FARTHEST)
     (left, top), (right, bottom) = np.floor(points.min(0)).astype(int), np.ceil(points.max(0)).astype(int)
@@ -40,7 +40,7 @@ def fill(ring: Ring, width: int, height: int) -> Patch:
 
 
 def _crossings(points: Ring, height: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the rows whose centre an edge crosses, and the first columns whose centre lies to the right of it."""
+    """Yield the rows whose centre an edge crosses, and the first columns whose centre is to the right of it."""
     first, second = points, np.roll(points, -1, axis=0)
     down = (first[:, 1] < second[:, 1])[:, None]
     # From above to below, so that an edge gives the same numbers in both directions.
@@ -63,7 +63,7 @@ def _crossings(points: Ring, height: int) -> Iterator[tuple[np.ndarray, np.ndarr
 
 
 def fill_all(rings: Sequence[Ring], width: int, height: int) -> Patch:
-    """Return the pixels of an object of several polygons: together, but one that lies inside the others is a hole."""
+    """Return the union of the polygons of an object. A polygon inside the others is a hole."""
     if len(rings) == 1:
         return fill(rings[0], width, height)
     patches = [fill(ring, width, height) for ring in sorted(rings, key=_box_area, reverse=True)]
@@ -120,7 +120,7 @@ def outlines(pixels: np.ndarray, tolerance: float = 0.0) -> list[Ring]:
 
     A hole is joined to the polygon around it by a line there and back.
 
-    tolerance: how far, in pixels, a polygon may be off, to have fewer points; 0 for exact ones. Parts and holes whose
+    tolerance: largest error of a polygon in pixels. A larger one gives fewer points; 0 is exact. Parts and holes whose
                area is below its square are left out.
     """
     rows, columns = np.flatnonzero(pixels.any(1)), np.flatnonzero(pixels.any(0))
@@ -134,7 +134,7 @@ def outlines(pixels: np.ndarray, tolerance: float = 0.0) -> list[Ring]:
     holes: dict[int, list[int]] = {i: [] for i in outer}
     if len(outer) < len(loops):
         part_of = np.zeros(part.shape, dtype=np.int32)
-        for i in sorted(outer, key=lambda i: _box_area(loops[i]), reverse=True):  # what lies in a hole comes later
+        for i in sorted(outer, key=lambda i: _box_area(loops[i]), reverse=True):  # parts inside a hole come later
             x, y, inside = fill(loops[i], part.shape[1], part.shape[0])
             part_of[y : y + inside.shape[0], x : x + inside.shape[1]][inside] = i
         for i in sorted(set(range(len(loops))) - set(outer)):
@@ -155,8 +155,8 @@ def outlines(pixels: np.ndarray, tolerance: float = 0.0) -> list[Ring]:
 def _loops(pixels: np.ndarray) -> Iterator[Ring]:
     """Yield the closed outlines of the pixels and of their holes, by their corners.
 
-    A corner is where an odd number of the four pixels around it is set. Where two pixels meet at a corner alone, there
-    are two corners in one place. In each row, and in each column, a line runs from every odd corner to the next one.
+    A corner is where an odd number of the four pixels around it is set. If two pixels touch only at a corner, there are
+    two corners in one place. In each row, and in each column, a line runs from every odd corner to the next one.
     """
     padded = np.pad(pixels, 1)
     before, above, beside, own = padded[:-1, :-1], padded[:-1, 1:], padded[1:, :-1], padded[1:, 1:]
@@ -165,7 +165,7 @@ def _loops(pixels: np.ndarray) -> Iterator[Ring]:
     corner = np.repeat(np.arange(len(y)), 1 + crossing[y, x])
     second = np.concatenate([[False], corner[1:] == corner[:-1]])
     y, x = y[corner], x[corner]
-    # Of two corners in one place the first ends the line from the left. It goes on up if the pixel there is set.
+    # Of two corners in one place the first ends the line from the left. It continues upwards if the pixel there is set.
     downwards = second == before[y, x]
     by_column = np.lexsort((downwards, y, x))
     other = np.empty_like(by_column)
@@ -183,13 +183,13 @@ def _loops(pixels: np.ndarray) -> Iterator[Ring]:
 
 
 def _joined(ring: Ring, hole: Ring) -> Ring:
-    """Return one polygon of two: a line there and back leads from the hole to the nearest point."""
+    """Return a polygon and its hole as one polygon, joined by a line from the hole to the nearest point and back."""
     at = int(((ring - hole[-1]) ** 2).sum(1).argmin())
     return np.concatenate([ring[: at + 1], hole[-1:], hole, ring[at:]])
 
 
 def _simplified(ring: Ring, tolerance: float) -> Ring | None:
-    """Return the polygon with fewer points (Douglas and Peucker); None where nothing of it is left."""
+    """Return the polygon with fewer points (Douglas and Peucker); None if too little of it is left."""
     if not tolerance:
         return ring
     if area(ring) < tolerance**2:
@@ -222,8 +222,9 @@ def _simplified(ring: Ring, tolerance: float) -> Ring | None:
 def runs_of_text(text: str) -> np.ndarray:
     """Return the run lengths that COCO packs into text.
 
-    A number is a few characters of six bits each, from "0" on: five of its bits, the lowest first, and whether there
-    is more; the last has the sign. From the fourth number on it is the difference to the last but one.
+    A number is a few characters, each "0" plus six bits: five bits of the number, the lowest first, and one bit that is
+    set if more characters follow. The last character has the sign. From the fourth number on, the value is the
+    difference from the number two before.
     """
     runs: list[int] = []
     value, shift = 0, 0
@@ -247,7 +248,7 @@ def runs_of_text(text: str) -> np.ndarray:
 def pixels_of_runs(runs: np.ndarray, width: int, height: int) -> np.ndarray:
     """Return (height, width) bool of the run lengths of COCO: column by column, the first run is not set.
 
-    The runs must have been checked: none is negative, and they fill the image.
+    The caller must have checked that no run is negative and that the runs fill the image.
     """
     is_set = np.arange(len(runs)) % 2 == 1
     return np.repeat(is_set, runs).reshape(width, height).T

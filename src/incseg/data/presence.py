@@ -15,8 +15,8 @@ import numpy as np
 
 from incseg.data.extended import Extended
 from incseg.data.files import FileError, PathLike, as_file_error, text_lines
-from incseg.data.source import Source, Split
-from incseg.io import cache_path, write_array, write_text
+from incseg.data.source import SPLITS, Source, Split
+from incseg.io import cache_path, first_few, write_array, write_text
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 Progress = Callable[[int, int], None]
@@ -41,7 +41,7 @@ def classes_in(mask: np.ndarray) -> tuple[int, ...]:
 
 
 def read_presence(path: PathLike, num_classes: int) -> Presence:
-    """Read lines "name id id …" with ids from zero over the foreground, as they circulate.
+    """Read lines "name id id …" with ids from 0 for the first foreground class, the format of published lists.
 
     A name with blanks in it is followed by a tab.
     """
@@ -56,7 +56,7 @@ def read_presence(path: PathLike, num_classes: int) -> Presence:
             name, *ids = line.split()
         where = f"{path}:{number}"
         if name in index:
-            raise FileError(where, f"'{name}' comes twice", "keep one of the two lines")
+            raise FileError(where, f"'{name}' is listed twice", "delete one of the two lines")
         for text in ids:
             if not text.isdecimal() or len(text) > 9 or int(text) >= num_classes:
                 raise FileError(
@@ -80,17 +80,12 @@ def write_presence(path: PathLike, presence: Presence) -> None:
 
 
 def presence_of(
-    source: Source,
-    split: Split,
-    file: PathLike | None = None,
-    cache_dir: PathLike | None = None,
-    workers: int | None = None,
-    progress: Progress | None = None,
+    source: Source, split: Split, file: PathLike | None = None, progress: Progress | None = None
 ) -> Presence:
     """Return the index of a split in the order of its names.
 
-    Taken from `file` if given, else from the source, else from the cache. Otherwise all masks are read in `workers`
-    threads (default: one per core) and the index is cached.
+    It is taken from `file` if given, else from the source, else from the cache. Otherwise all masks are read, and the
+    index is cached.
     """
     names, num_classes = tuple(source.names(split)), len(source.info.classes)
     if file is not None:
@@ -98,30 +93,27 @@ def presence_of(
     known = source.known_presence(split)
     if known is not None:
         return Presence(names, tuple(known))
-    cached = cached_presence(source, split, cache_dir)
-    # A cache that cannot be read is computed again; failing to write it is not an error.
+    cached = cached_presence(source, split)
+    # An index that cannot be read is computed again. Failing to cache it is not an error.
     with suppress(UserError):
         presence = read_presence(cached, num_classes)
         if presence.names == names:
             return presence
-    found = in_threads(lambda index: classes_in(source.mask(split, index)), len(names), workers, progress)
+    found = in_threads(lambda index: classes_in(source.mask(split, index)), len(names), progress)
     presence = Presence(names, tuple(found))
     with suppress(OSError):
         write_presence(cached, presence)
     return presence
 
 
-def cached_presence(source: Source, split: Split, cache_dir: PathLike | None = None) -> Path:
+def cached_presence(source: Source, split: Split) -> Path:
     """Return the file that caches the index of a split."""
-    folder = Path(cache_dir).expanduser() if cache_dir is not None else cache_path("presence")
-    return folder / f"{source.info.name}-{split}-{source.fingerprint(split)[:32]}.txt"
+    return cache_path("presence") / f"{source.info.name}-{split}-{source.fingerprint(split)[:32]}.txt"
 
 
-def in_threads(
-    read: Callable[[int], _Result], total: int, workers: int | None, progress: Progress | None
-) -> Iterator[_Result]:
-    """Yield read(0), read(1), … in order. Threads suffice, because Pillow decodes outside Python's lock."""
-    pool = ThreadPoolExecutor(workers or os.cpu_count() or 1)
+def in_threads(read: Callable[[int], _Result], total: int, progress: Progress | None) -> Iterator[_Result]:
+    """Yield read(0), read(1), … in order, from a thread per core. Pillow decodes outside Python's lock."""
+    pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
         for done, result in enumerate(pool.map(read, range(total)), start=1):
             if progress is not None:
@@ -137,10 +129,9 @@ def _in_order(presence: Presence, names: Sequence[str], what: str, file: PathLik
     foreign = sorted(index.keys() - set(names))
     for fault, some in (("has no line for", missing), ("has lines for images that are not in it:", foreign)):
         if some:
-            shown = ", ".join(some[:3]) + (", …" if len(some) > 3 else "")
             raise FileError(
                 file,
-                f"{what} has {len(names)} images and the file {fault} {len(some)} ({shown})",
+                f"{what} has {len(names)} images and the file {fault} {len(some)} ({first_few(some)})",
                 "give the presence file of this split, or none to read the masks",
             )
     return Presence(tuple(names), tuple(index[name] for name in names))
@@ -151,7 +142,7 @@ VALUES = IGNORE + 1
 
 @dataclass(frozen=True)
 class PixelCounts:
-    """The pixels of each value in each mask of a split, without the zeros: memory follows what masks show.
+    """The pixels of each value in each mask of a split. Zeros are not stored, to save memory.
 
     names: the images.
     rows:  (K, 3) uint32, each an image's index, a value of its mask and the number of pixels, in ascending order. A
@@ -243,21 +234,16 @@ def joined(pixels: Sequence[PixelCounts]) -> PixelCounts:
     return PixelCounts(tuple(names), np.concatenate(rows))
 
 
-def pixel_counts(
-    source: Source, splits: Sequence[Split], workers: int | None = None, progress: Progress | None = None
-) -> tuple[dict[Split, PixelCounts], list[FileError]]:
-    """Return the pixels of each value in the masks of the splits, and the faults of masks that cannot be read.
+def pixel_counts(source: Source, progress: Progress | None = None) -> tuple[dict[Split, PixelCounts], list[FileError]]:
+    """Return the pixels of each value in the masks of each split, and the faults of masks that cannot be read.
 
-    From the cache, else from every mask, read in `workers` threads and then cached, unless there were faults. The
-    class-presence index is a by-product and cached with them, so that masks are not read twice.
+    The counts come from the cache. Otherwise every mask is read, and counts without faults are cached. The
+    class-presence index is cached with them, so masks are not read twice.
     """
-    if isinstance(source, Extended):
-        inner, faults = pixel_counts(source.inner, splits, workers, progress)
-        return as_seen_by(source, inner), faults
-    pixels = {split: one for split in splits if (one := _cached(source, split)) is not None}
-    unread = [split for split in splits if split not in pixels]
+    pixels = {split: one for split in SPLITS if (one := _cached(source, split)) is not None}
+    unread = [split for split in SPLITS if split not in pixels]
     pairs = [(split, index) for split in unread for index in range(len(source.names(split)))]
-    results = in_threads(lambda i: _histogram(source, *pairs[i]), len(pairs), workers, progress)
+    results = in_threads(lambda i: _histogram(source, *pairs[i]), len(pairs), progress)
     faults = []
 
     def histograms(images: int) -> Iterator[np.ndarray | None]:
@@ -271,11 +257,11 @@ def pixel_counts(
         pixels[split] = PixelCounts.of_histograms(names, histograms(len(names)))
         if pixels[split].complete:
             store(source, split, pixels[split])
-    return {split: pixels[split] for split in splits}, faults
+    return {split: pixels[split] for split in SPLITS}, faults
 
 
 def as_seen_by(source: Source, pixels: Mapping[Split, PixelCounts]) -> dict[Split, PixelCounts]:
-    """Return the counts of the dataset that `source` wraps, in the ids of `source`; unchanged where it wraps none."""
+    """Return counts of the dataset that `source` wraps in the ids of `source`; unchanged if it wraps none."""
     if not isinstance(source, Extended):
         return dict(pixels)
     seen = {split: one.renamed(source.table) for split, one in as_seen_by(source.inner, pixels).items()}
@@ -286,7 +272,7 @@ def as_seen_by(source: Source, pixels: Mapping[Split, PixelCounts]) -> dict[Spli
 
 
 def store(source: Source, split: Split, pixels: PixelCounts) -> None:
-    """Cache the counts of a whole split and the class-presence index; without a cache they are counted again."""
+    """Cache the counts of a whole split and the class-presence index. A full disk is not an error."""
     with suppress(OSError):
         write_array(_cache_file(source, split), pixels.rows)
     _store_presence(source, split, pixels)
@@ -311,7 +297,7 @@ def _cache_file(source: Source, split: Split) -> Path:
 
 
 def _cached(source: Source, split: Split) -> PixelCounts | None:
-    """Return what `store` wrote; None where it is missing or damaged."""
+    """Return what `store` wrote; None if it is missing or damaged."""
     names = tuple(source.names(split))
     try:
         rows = np.load(_cache_file(source, split), allow_pickle=False)

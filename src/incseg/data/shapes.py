@@ -2,7 +2,7 @@
 
 A class is a shape AND a texture. Shapes come in pairs of like texture, so that a later class resembles an
 earlier one: hexagon disc, arrow triangle, crescent ring, flower star (and cross square). A distractor has the
-shape or the texture of a class, never both. Colours are free and tell nothing.
+shape or the texture of a class, never both. Colours are random and carry no information.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from incseg.types import IGNORE, DatasetInfo, UserError
 Outline = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Distance to the border of a shape of radius about 1, negative inside, at the coordinates (u, v)."""
 Texture = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""How much of the second of two colours to show, 0 to 1; the unit is about a period."""
+"""Share of the second of two colours, 0 to 1, at the coordinates (u, v). One unit is about one period."""
 
 
 def _regular(corners: int, inner: float, outer: float = 1.0) -> Outline:
@@ -106,7 +106,7 @@ def _plain(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What makes an object: its shape, its texture, and how often it comes relative to others."""
+    """A class of objects: its shape, its texture, and its relative frequency."""
 
     name: str
     outline: Outline
@@ -141,15 +141,15 @@ _OBJECTS = (0.12, 0.3, 0.33, 0.25)
 _DISTRACTORS = (0.4, 0.4, 0.2)
 """Probabilities of none, one, … distractors in a scene."""
 _RADIUS = (0.14, 0.24)
-"""Of an object, in image sides."""
+"""Range of the radius of an object, as a share of the image's side."""
 _PERIOD = (0.062, 0.085)
-"""Of a texture, in image sides."""
+"""Range of the period of a texture, as a share of the image's side."""
 _NOISE = 0.1
-"""Between the darkest and the lightest noise, in image range."""
+"""Difference between the darkest and the lightest noise; the image itself ranges from 0 to 1."""
 
 
 class _Dice:
-    """Random numbers, all made of `Generator.random`: the part of numpy least likely to change its stream."""
+    """Random numbers, all derived from `Generator.random`, the part of numpy least likely to change its stream."""
 
     def __init__(self, seed: int, *key: int) -> None:
         self._generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
@@ -185,7 +185,7 @@ class _Dice:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an item stands: centre (x, y) and radius in pixels."""
+    """Position of an item: centre (x, y) and radius in pixels."""
 
     x: float
     y: float
@@ -226,21 +226,21 @@ class _Canvas:
         return rows, columns, x * cosine + y * sine, y * cosine - x * sine
 
     def _textured(self, texture: Texture, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Two colours mixed by a texture, (h, w, 3)."""
+        """Return two colours mixed by a texture, (h, w, 3)."""
         first, second = self._dice.colours()
         frequency = 1 / (self._size * self._dice.uniform(*_PERIOD))
         amount = texture(u * frequency, v * frequency)
         return first + amount[..., None] * (second - first)
 
     def patch(self, texture: Texture) -> None:
-        """A texture over an irregular region of the background."""
+        """Draw a texture over an irregular region of the background."""
         everything = slice(0, self._size)
         cover = np.clip((self._smooth_field(5, 1)[..., 0] - 0.62) * 12, 0, 1) * self._dice.uniform(0.15, 0.4)
         _, _, u, v = self._frame(self._centre, self._size)
         self._blend(everything, everything, cover, self._textured(texture, u, v))
 
     def line(self) -> None:
-        """A straight line across the whole image."""
+        """Draw a straight line across the whole image."""
         point = _Place(self._dice.uniform(0, self._size), self._dice.uniform(0, self._size), 0)
         rows, columns, _, v = self._frame(point, 2 * self._size)
         half_width = self._size * self._dice.uniform(0.004, 0.016)
@@ -248,7 +248,7 @@ class _Canvas:
         self._blend(rows, columns, cover, self._dice.colour(self._dice.uniform(0.1, 0.9)))
 
     def _free_place(self) -> _Place:
-        """Of some random places, the first to touch the others at most a little, else the least covered."""
+        """Return the first of some random places that hardly overlaps the others, else the least covered of them."""
         radius = self._size * self._dice.uniform(*_RADIUS)
         best, best_gap = _Place(0, 0, radius), -math.inf
         for x, y in (self._size * (0.1 + 0.8 * self._dice.array(12, 2))).tolist():
@@ -261,9 +261,9 @@ class _Canvas:
         return best
 
     def item(self, outline: Outline, texture: Texture, label: int = 0, hollow: bool = False) -> None:
-        """A shape with a texture: a distractor, or with a label an object.
+        """Draw a shape with a texture: an object if it has a label, else a distractor.
 
-        Around an object runs a void border one pixel wide, as in Pascal VOC.
+        An object has a void border one pixel wide, as in Pascal VOC.
         """
         place = self._free_place()
         rows, columns, u, v = self._frame(place, 1.3 * place.radius + 2)
@@ -312,7 +312,7 @@ def _distract(canvas: _Canvas, dice: _Dice) -> None:
 
 
 def _draw(dice: _Dice, size: int, surely: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return a scene: image (size, size, 3) and mask (size, size), bytes; `surely` is a kind it must hold."""
+    """Return a scene: image (size, size, 3) and mask (size, size), bytes. It shows at least the kind `surely`."""
     canvas = _Canvas(dice, size)
     if dice.below(3) == 0:
         canvas.patch(_TEXTURES[dice.below(len(_TEXTURES))])
@@ -331,8 +331,8 @@ def _draw(dice: _Dice, size: int, surely: int | None) -> tuple[np.ndarray, np.nd
 class Shapes(Source):
     """Scenes drawn on first access, then cached in memory.
 
-    A scene depends on (seed, split, index, image_size) alone: a larger split begins with the smaller one.
-    The first scenes hold one class each for certain, so that ten scenes suffice to see all classes.
+    A scene depends only on (seed, split, index, image_size), so a larger split begins with the scenes of a smaller one.
+    Each of the first ten scenes is certain to show another class, so ten scenes show all classes.
     """
 
     info = SHAPES_INFO
@@ -357,7 +357,7 @@ class Shapes(Source):
         return self._scene(split, index)[1].copy()
 
     def default_workers(self, processes: int) -> int:
-        """No workers: scenes are cached in memory, and every worker would draw them again."""
+        """Return 0: scenes are cached in memory, and every worker would draw them again."""
         return 0
 
     def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
@@ -365,7 +365,7 @@ class Shapes(Source):
         return [self._classes(split, index) for index in range(len(self.names(split)))]
 
     def fingerprint(self, split: Split) -> str:
-        """Return a hash of the first ten scenes, which show every class: it changes when the drawing code does."""
+        """Return a hash of the first ten scenes, which show every class. It changes with the drawing code."""
         count = len(self.names(split))
         digest = hashlib.sha256(f"shapes {self.seed} {split} {count} {self.image_size}".encode())
         for index in range(min(count, len(_KINDS))):

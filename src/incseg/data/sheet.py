@@ -21,16 +21,18 @@ from incseg.io import replacing
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 _SIDE, _NARROWEST, _THINNEST = 320, 212, 24
-"""Longer side of a photograph, least width of a cell, least side of a photograph: thinner ones are widened."""
+"""Longer side of a photograph, smallest width of a cell, smallest side of a photograph: thinner ones are widened."""
 _SHEET_WIDTH = 1480
 _TEXT, _SMALL, _LINE, _GAP, _MARGIN = 14, 12, 19, 14, 20
 _MOST_LINES = 10
-"""Of names under a photograph."""
+"""Most lines of names under a photograph."""
+_MOST_MISSING = 30
+"""Most names in the list of classes that are not on the sheet."""
 _OPACITY = 0.55
 _VISIBLE = 0.01
-"""A class with this share of a photograph counts as well visible."""
+"""A class with this share of a photograph is well visible."""
 _ATTEMPTS = 5
-"""Photographs tried for each that is shown, where some cannot be read."""
+"""Most photographs to try for each one shown, as some may be unreadable."""
 _PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (110, 110, 110)
 _STRIPES = ((250, 250, 250), (150, 150, 150))
 _KEY, _MARK = "Software", "incseg contact sheet"
@@ -44,11 +46,11 @@ def contact_sheet(
 ) -> Image.Image:
     """Draw up to `most` images, chosen so that as many classes as possible are on the sheet.
 
-    shown: which classes each image shows, of the splits to choose from. Pixel counts are better than a presence index:
-           photographs are then chosen that show their classes well.
-    title: stands above them; the name of the dataset unless given.
+    shown: the classes that each image shows, of the splits to choose from. With pixel counts instead of a presence
+           index, photographs are chosen that show their classes well.
+    title: heading of the sheet; by default the name of the dataset.
 
-    The choice is deterministic. One photograph is in memory at a time, and those that cannot be read are skipped.
+    The choice is deterministic. One photograph is in memory at a time, and unreadable ones are skipped.
     """
     cells: list[_Cell] = []
     choice = _choice(shown, most)
@@ -80,13 +82,13 @@ def write_sheet(source: Source, pixels: Mapping[Split, PixelCounts], file: Path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_sheet(contact_sheet(source, pixels), file)
-    except (UserError, OSError) as error:  # a picture to look at, not a reason to stop
+    except (UserError, OSError) as error:  # the sheet is optional
         return [f"no contact sheet was written ({error})"]
-    return [f"{file}: some photographs with their masks; look whether names and colours are right"]
+    return [f"{file}: some photographs with their masks; check that names and colours are right"]
 
 
 def require_own_sheet(path: Path) -> None:
-    """Refuse a file that is not a contact sheet of ours, which would be lost."""
+    """Refuse to replace a file that is not a contact sheet of ours."""
     if not path.is_file():
         return
     try:
@@ -105,9 +107,9 @@ def require_own_sheet(path: Path) -> None:
 
 
 def _choice(shown: Mapping[Split, _Shown], most: int) -> Generator[tuple[Split, int], bool, None]:
-    """Return a generator of images that is sent whether the last could be shown.
+    """Yield images to show. The caller sends back whether the image could be shown.
 
-    Greedy: a class counts the more the fewer images show it, and less with each time it is on the sheet already.
+    The choice is greedy: a class weighs more if few images show it, and less each time it is on the sheet.
     """
     keys: list[tuple[Split, int]] = []
     visible: list[dict[int, float]] = []
@@ -125,7 +127,7 @@ def _choice(shown: Mapping[Split, _Shown], most: int) -> Generator[tuple[Split, 
     for _ in range(_ATTEMPTS * most):
         if not left or shown_so_far == most:
             return
-        # A rare class that is not on the sheet yet outweighs all that are.
+        # A rare class that is not on the sheet yet outweighs all classes that are.
         worth = {i: (1 + 1 / images[i]) * (0.02 ** on_sheet[i]) for i in images}
         best = max(left, key=lambda at: (sum(worth[i] * weight for i, weight in visible[at].items()), -at))
         left.remove(best)
@@ -136,7 +138,7 @@ def _choice(shown: Mapping[Split, _Shown], most: int) -> Generator[tuple[Split, 
 
 
 def _visibility(shown: _Shown) -> list[dict[int, float]]:
-    """Return, for each image, its classes and how visible they are, up to 1."""
+    """Return the classes of each image with their visibility, up to 1."""
     if isinstance(shown, Presence):
         return [dict.fromkeys(ids, 1.0) for ids in shown.classes]
     weights: list[dict[int, float]] = [{} for _ in shown.names]
@@ -155,11 +157,11 @@ class _Cell:
     picture: Image.Image
     title: str
     labels: Sequence[int]
-    """The ids in the mask, the largest area first, void last; without background."""
+    """The ids in the mask without background, the largest area first, void last."""
 
 
 def _cell(source: Source, split: Split, index: int) -> _Cell | None:
-    """Return the photograph with its mask; None where they cannot be read or differ in size."""
+    """Return the photograph with its mask; None if they cannot be read or differ in size."""
     try:
         image, (width, height) = source.preview(split, index, _SIDE)
         mask = source.mask(split, index)
@@ -179,12 +181,12 @@ def _cell(source: Source, split: Split, index: int) -> _Cell | None:
 def _drawn_size(width: int, height: int) -> tuple[int, int]:
     factor = _SIDE / max(width, height)
     if factor > 1:
-        factor = max(1.0, math.floor(factor))  # whole, so that all pixels are drawn alike
+        factor = max(1.0, math.floor(factor))  # an integer, so that all pixels have the same size
     return max(_THINNEST, round(width * factor)), max(_THINNEST, round(height * factor))
 
 
 def _blended(picture: Image.Image, labels: np.ndarray, palette: np.ndarray) -> Image.Image:
-    """Return the classes in their colours and outlined, void striped, the background clear."""
+    """Return the picture with classes coloured and outlined, void striped, and background unchanged."""
     colours = palette[labels]
     void = labels == IGNORE
     colours[void] = _stripes(*labels.shape)[void]
@@ -218,7 +220,7 @@ def _edges(labels: np.ndarray) -> np.ndarray:
 
 @cache
 def _font(size: int) -> _Font:
-    """DejaVu Sans, which comes with matplotlib and has more than Latin letters; only its file is used."""
+    """Return DejaVu Sans, which comes with matplotlib and has more than Latin letters. Do not import matplotlib."""
     package = find_spec("matplotlib")
     if package is not None and package.origin is not None:
         file = Path(package.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
@@ -265,7 +267,7 @@ class _Entry:
 
 
 def _entries(source: Source, cell: _Cell, width: int) -> list[list[_Entry]]:
-    """Swatches and names in lines that fit into the width; the last says how many are left out."""
+    """Return swatches and names in lines that fit the width. If there are too many, the last line has their number."""
     lines: list[list[_Entry]] = [[]]
     font, swatch, gap = _font(_TEXT), _TEXT, 6
     at = 0
@@ -322,7 +324,7 @@ def _heading(source: Source, shown: Mapping[Split, _Shown], title: str) -> str:
 
 
 def _own_ids(source: Source) -> list[int]:
-    """Return the ids of the dataset's classes, without those that only a model that it extends knows."""
+    """Return the ids of the dataset's own classes, without those of an extended model."""
     if isinstance(source, Extended):
         return sorted({int(source.table[i]) for i in _own_ids(source.inner)})
     return list(range(1, len(source.info.classes) + 1))
@@ -340,8 +342,9 @@ def _missing(source: Source, shown: Mapping[Split, _Shown], cells: Sequence[_Cel
     return " ".join(f"{text}{_some(names)}." for names, text in found if names)
 
 
-def _some(names: Sequence[str], most: int = 30) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_MISSING
+    return ", ".join(names[:_MOST_MISSING]) + (f" and {more} more" if more > 0 else "")
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -24,17 +24,17 @@ class Source(ABC):
 
     info: DatasetInfo
     preset: ClassVar[str | dict[str, Any] | None] = None
-    """The settings that a run on this dataset starts from: the name of a preset, or settings nested as in one."""
+    """Default settings of a run on this dataset: the name of a preset, or settings nested as in a preset."""
     own: ClassVar[bool] = False
-    """Whether people label such images themselves: what they mean is checked, and tables are for people."""
+    """Whether users label such images themselves. Then mask values are checked, and tables have one row per class."""
     val_given: bool = True
-    """Whether the dataset itself says which images are for testing."""
+    """Whether the dataset itself defines its test images."""
     notes: Sequence[str] = ()
     """Lines that the user should read before trusting the numbers, such as a list that had to be replaced."""
 
     @abstractmethod
     def names(self, split: Split) -> Sequence[str]:
-        """Return the images of a split, in the order that `index` counts."""
+        """Return the names of the images of a split, in the order of `index`."""
 
     @abstractmethod
     def image(self, split: Split, index: int) -> Image.Image:
@@ -42,22 +42,22 @@ class Source(ABC):
 
     @abstractmethod
     def mask(self, split: Split, index: int) -> np.ndarray:
-        """Return the mask, (H, W) uint8 of dataset ids, checked: a wrong file is named in a UserError."""
+        """Return the mask, (H, W) uint8 of dataset ids. Raise a UserError that names the file if it is wrong."""
 
     @abstractmethod
     def fingerprint(self, split: Split) -> str:
         """Return a digest of the content of the split: the key of every cache made from it."""
 
     def sizes(self, split: Split) -> Sequence[tuple[int, int]]:
-        """Return (width, height) of every image, as `image` would give it."""
+        """Return (width, height) of every image, as `image` returns it."""
         return [self.image(split, index).size for index in range(len(self.names(split)))]
 
     def known_presence(self, split: Split) -> Sequence[tuple[int, ...]] | None:
-        """Return the class ids in each image, where the source knows them without its masks; else None."""
+        """Return the class ids in each image if the source knows them without reading masks, else None."""
         return None
 
     def pair(self, split: Split, index: int) -> tuple[Image.Image, np.ndarray]:
-        """Return image and mask together, checked to be of one size."""
+        """Return image and mask. Raise a UserError if their sizes differ."""
         image, mask = self.image(split, index), self.mask(split, index)
         if image.size != mask.shape[::-1]:
             name = self.names(split)[index]
@@ -68,18 +68,18 @@ class Source(ABC):
         return image, mask
 
     def remarks(self, split: Split, index: int) -> Sequence[str]:
-        """Return what is left out of the mask, such as "polygon with fewer than 3 points"."""
+        """Return why objects are left out of the mask, such as "polygons with fewer than 3 points"."""
         return ()
 
     def preview(self, split: Split, index: int, side: int) -> tuple[Image.Image, tuple[int, int]]:
-        """Return the image with its longer side reduced to at most `side`, and the size that it has in full."""
+        """Return the image with its longer side reduced to at most `side`, and its full size."""
         image = self.image(split, index)
         small = image.copy()
         small.thumbnail((side, side))
         return small, image.size
 
     def default_workers(self, processes: int) -> int:
-        """Loader processes that keep one of `processes` training processes busy: decoding takes a core or more."""
+        """Return how many loader processes each of `processes` training processes needs, at least one for decoding."""
         return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
 
     @property

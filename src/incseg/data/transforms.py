@@ -20,18 +20,17 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 ASPECT_RATIOS = (3 / 4, 4 / 3)
-"""Width to height of a random crop, the usual bounds of the random resized crop."""
+"""Range of width to height of a random crop, as usual for the random resized crop."""
 _TRIES = 10
 LONGEST = 8
-"""Times the shorter side: of a longer strip only the middle is read, so that memory does not grow with its length."""
+"""Longest strip, in shorter sides. Of a longer one only the middle is used, so memory does not grow with its length."""
 
 
 class Transform(ABC):
     """(image, mask) -> ((3, H, W) float32 normalised, (H, W) uint8).
 
-    All randomness comes from `generator`, so that a sample can be drawn again from its seed. It is numpy's,
-    because numpy spreads a key like (seed, epoch, index) into independent streams. Without a mask every pixel
-    is void.
+    All randomness comes from `generator`, so a sample can be drawn again from its seed. It is numpy's, because numpy
+    makes independent streams from keys like (seed, epoch, index). Without a mask every pixel is void.
     """
 
     @abstractmethod
@@ -44,10 +43,10 @@ class Transform(ABC):
 class TrainTransform(Transform):
     """Random resized crop and horizontal flip.
 
-    The crop covers a share of the image's area drawn from `scale`, with a log-uniform aspect ratio of 3/4 to
-    4/3, anywhere in the image; it becomes crop × crop pixels. A draw that does not fit is drawn again, up to
-    ten times; then the largest centred crop of an allowed ratio is taken. A share above one never fits, so
-    that the field's (0.5, 2) is in effect (0.5, 1), with the centred crop in one draw of seven at 500×375.
+    The crop covers a share of the image's area drawn from `scale`, with a log-uniform aspect ratio of 3/4 to 4/3,
+    anywhere in the image; it becomes crop × crop pixels. A draw that does not fit is drawn again, up to ten times; then
+    the largest centred crop of an allowed ratio is used. A share above one never fits. So the usual (0.5, 2) is in
+    effect (0.5, 1), with the centred crop in one of seven draws at 500×375.
     """
 
     crop: int
@@ -94,7 +93,7 @@ class TrainTransform(Transform):
 
 @dataclass(frozen=True)
 class TestTransform(Transform):
-    """Shorter side to `size` (image bilinear, mask nearest), then the centre size × size; None leaves the size."""
+    """Resize the shorter side to `size` (image bilinear, mask nearest) and crop the centre; None changes nothing."""
 
     __test__ = False  # pytest would take the name for a test
 
@@ -114,7 +113,7 @@ class TestTransform(Transform):
         size = image.size
         if self.size is not None:
             short = min(size)
-            # The long side is cut, not rounded, as in the field's evaluation.
+            # The long side is rounded down, as in the usual evaluation code.
             size = (self.size * size[0] // short, self.size * size[1] // short)
         if size != image.size:
             labels = _mask_image(mask, size, (0, 0, *image.size))
@@ -129,7 +128,7 @@ class TestTransform(Transform):
 
 
 def _middle(image: Image.Image, mask: np.ndarray | None) -> tuple[Image.Image, np.ndarray | None]:
-    """Return the middle of a long strip: what lies outside would be enlarged for nothing before it is cut off."""
+    """Return the middle of a long strip. The rest would be resized and then cut off."""
     side = LONGEST * min(image.size)
     left, top = (max(0, (length - side) // 2) for length in image.size)
     right, bottom = left + min(side, image.width), top + min(side, image.height)
@@ -138,10 +137,10 @@ def _middle(image: Image.Image, mask: np.ndarray | None) -> tuple[Image.Image, n
 
 @dataclass(frozen=True)
 class WholeTransform(Transform):
-    """The whole image on a frame of (height, width): nothing of it is cut off.
+    """The whole image in a frame of (height, width). Nothing of it is cut off.
 
-    The shorter side becomes `size`, or less where the image would not fit the frame; the rest of the frame is the mean
-    colour and void.
+    The shorter side becomes `size`, or less if the image would not fit the frame. The rest of the frame has the mean
+    colour and is void.
     """
 
     size: int
@@ -194,14 +193,14 @@ class Mirrored(Transform):
 
 
 FRAME_SHARE = 0.9
-"""This share of the images fits the frame at full size in each direction; the others are shrunk."""
+"""Share of the images that fit the frame at full size in each direction; the others are shrunk."""
 FRAME_UNIT = 32
 LONGEST_FRAME = 2.5
-"""Times the shorter side: a panorama does not make every image's frame long."""
+"""Longest frame, in shorter sides, so that a panorama does not make the frame of every image long."""
 
 
 def frame_for(sizes: Sequence[tuple[int, int]], shorter: int) -> tuple[int, int]:
-    """Return (height, width) of a frame for images of these (width, height), their shorter side `shorter` pixels long.
+    """Return (height, width) of a frame for images of these (width, height) when their shorter side is `shorter`.
 
     Images that are all portrait get a portrait frame, mixed ones a square frame with room for both.
     """
@@ -219,14 +218,14 @@ def _rounded_up(side: float) -> int:
 
 def normalise(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return an RGB image as (3, H, W) float32, (value / 255 - mean) / std by channel."""
-    # Planes are gathered while the pixels are still bytes, which is three times faster than as floats.
+    # The pixels are rearranged while they are still bytes, which is three times faster than as floats.
     planes = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
     means, stds = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (mean, std))
     return planes.float().div_(255).sub_(means).div_(stds)
 
 
 def _mask_image(mask: np.ndarray | None, size: tuple[int, int], box: tuple[int, int, int, int] | None) -> Image.Image:
-    """Return the part of the mask in `box`, nearest, as an image of (width, height) `size`."""
+    """Return the part of the mask in `box`, resized by the nearest pixel to (width, height) `size`."""
     if mask is None:
         return Image.new("L", size, IGNORE)
     labels = Image.fromarray(mask)
@@ -239,25 +238,30 @@ def _check_size(name: str, value: int) -> None:
 
 
 CELLS = 3.0
-"""Side of the median object on the feature map: below it objects are found, if at all, as blobs."""
+"""Wanted side of the median object, in cells of the feature map. Smaller objects are found as blobs, if at all."""
 SMALL_SHARE = 0.25
-"""Of the classes that may have smaller objects: one class of tiny things does not make all others slow."""
+"""Share of the classes that may have smaller objects, so that one class of tiny objects does not slow down training."""
 OWN_SIZES = (224, 320, 448)
-"""Shorter sides that photographs may be trained at."""
+"""Allowed shorter sides for training on own photographs."""
 CELL = 16
 """Pixels per cell of the feature map of the preset for own photographs."""
 _NEARLY = 0.95
-"""Of CELLS is enough: twice the size would cost four times the time."""
+"""Share of CELLS that is enough: twice the size would cost four times the time."""
 _MOST_NAMED = 6
 MOST_PIXELS = 400e6
-"""Of all images together at the chosen size: three to four minutes of features on two cores."""
+"""Limit on the pixels of all images at the chosen size: three to four minutes of features on two cores."""
 MOST_PIXELS_EACH = 1.2e6
-"""Of one image, so that few images do not take a size that prediction would be slow at."""
+"""Limit on the pixels of one image, so that prediction is not slow even if there are few images."""
 
 
 @dataclass(frozen=True)
 class ChosenSize:
-    """size: shorter side of the input. sides: of the median object of each class, in cells at that size."""
+    """The input size for a dataset.
+
+    size:   shorter side of the input.
+    sides:  side of the median object of each class, in cells at this size.
+    wanted: the size that the objects need; larger than `size` if it would take too long.
+    """
 
     size: int
     sides: dict[str, float]
@@ -297,10 +301,12 @@ def size_for(source: Source, pixels: PixelCounts) -> ChosenSize:
 def choose_size(
     sides: Mapping[str, float], allowed: Sequence[int], image_sizes: Sequence[tuple[int, int]], stride: int
 ) -> ChosenSize:
-    """The smallest of the `allowed` sizes, ascending, at which the median objects of all classes but SMALL_SHARE of
-    them, are CELLS cells wide; the largest that takes no more than MOST_PIXELS where there is none.
+    """Return the smallest allowed size at which the median objects are CELLS cells wide, for all but SMALL_SHARE of
+    the classes. If it takes too many pixels, return the largest smaller size that does not.
 
-    sides: of the objects, relative to the shorter side of an image. stride: pixels per cell.
+    sides:   side of the median object of each class, relative to the shorter side of an image.
+    allowed: sizes, ascending.
+    stride:  pixels per cell.
     """
     smallest = float(np.quantile(list(sides.values()), SMALL_SHARE, method="lower")) if sides else 1.0
     wanted = next((size for size in allowed if smallest * size / stride >= _NEARLY * CELLS), allowed[-1])

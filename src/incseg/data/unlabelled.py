@@ -19,7 +19,7 @@ from incseg.io import import_named
 from incseg.types import UserError
 
 Picture = Callable[[], Image.Image]
-"""Gives an RGB image when it is needed; equal ones give equal images."""
+"""Function that returns an RGB image. Equal functions return equal images."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Unlabelled(ABC):
 
     @abstractmethod
     def require(self, names: Sequence[str]) -> None:
-        """Raise a UserError unless there is something for every class; no image is read or made yet."""
+        """Raise a UserError unless there are images of every class. Do not read or make any yet."""
 
     @abstractmethod
     def pictures(self, name: str, most: int, seed: int) -> list[Picture]:
@@ -49,7 +49,7 @@ class Unlabelled(ABC):
 class ImageFolders(Unlabelled):
     """root/CLASS/*.jpg and the like: one folder per class, named by the class as the dataset spells it.
 
-    Where a folder has more than are wanted, they are taken evenly from its sorted names.
+    If a folder has more images than needed, they are chosen evenly from its sorted names.
     """
 
     def __init__(self, root: PathLike) -> None:
@@ -104,7 +104,7 @@ class Generator(Unlabelled):
     """A callable of the user's own, `package.module:callable`, imported when it is first needed.
 
     It is called as generator(class_name, count, seed), with the class as the dataset spells it, and returns `count`
-    Pillow images (a few less are taken as they are), the same ones for the same arguments.
+    Pillow images or fewer, the same ones for the same arguments.
     """
 
     def __init__(self, name: str) -> None:

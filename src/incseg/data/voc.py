@@ -48,8 +48,8 @@ NUM_TRAIN_AUG = 10582  # the list that every published result uses
 class VOC(FileSource):
     """`root` is VOC2012, the VOCdevkit around it, or the folder around that.
 
-    Training uses train_aug with SegmentationClassAug; where one of the two is missing, the official train
-    list with SegmentationClass, which `notes` says.
+    Training uses train_aug with SegmentationClassAug. If one of the two is missing, it uses the official train list
+    with SegmentationClass, and `notes` has a line about it.
     """
 
     info = VOC_INFO
@@ -110,6 +110,6 @@ def _find(root: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    """Lines are "2007_000032" or "/JPEGImages/2007_000032.jpg /SegmentationClassAug/2007_000032.png"."""
+    """Return the names in a list with lines such as "2007_000032" or "/JPEGImages/2007_000032.jpg /Segm….png"."""
     names = [PurePosixPath(line.split()[0]).stem for line in list_file(path)]
     return without_duplicates(names, path)

@@ -1,7 +1,7 @@
 """Write images with labels for other tools: what the writers of all formats have in common.
 
-A writer of a format takes one image at a time and copies it unchanged. Areas become polygons along pixel edges, which
-the reader of the format fills with exactly the same pixels. Several classes never share a polygon.
+A writer takes one image at a time and copies it unchanged. Areas become polygons along pixel edges, and the reader of
+the format turns them back into exactly the same pixels. Several classes never share a polygon.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from incseg.types import BACKGROUND, IGNORE, UserError
 
 
 class Writer(ABC):
-    """Writes a dataset to a new folder; a context manager.
+    """Write a dataset to a new folder; a context manager.
 
     out:       the folder, which must be new or empty.
     classes:   names, id 1 first.
     palette:   (256, 3) colours by id.
-    tolerance: how far polygons may be off, in pixels, to have fewer points; 0 for exact ones.
+    tolerance: largest error of polygons in pixels. A larger one gives fewer points; 0 is exact.
     """
 
     format: ClassVar[str]
@@ -55,8 +55,8 @@ class Writer(ABC):
     def add(self, name: str, image: Path | Image.Image, mask: np.ndarray, split: str = "") -> None:
         """Write an image and its mask of ids.
 
-        name:  may be a path; the file's name is made of it.
-        split: "train" or "val"; empty where the reader may choose.
+        name:  a name or a path, from which the name of the file is made.
+        split: "train" or "val"; empty to let the reader choose.
         """
         flat = flat_name(name, self._taken)
         suffix = image.suffix if isinstance(image, Path) else ".png"
@@ -71,7 +71,7 @@ class Writer(ABC):
 
     @abstractmethod
     def image_file(self, name: str, split: str) -> Path:
-        """Return where an image goes."""
+        """Return the file to write an image to."""
 
     @abstractmethod
     def write(self, name: str, image: Path, mask: np.ndarray, split: str) -> None:
@@ -79,11 +79,11 @@ class Writer(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Write what is known at the end: lists and names."""
+        """Write the files that need all images: lists and names."""
 
     @property
     def names(self) -> list[str]:
-        """The names of classes, with one for what is not annotated where that was shown."""
+        """The names of classes, and IGNORE_NAME last if some mask has pixels that are not annotated."""
         return [*self.classes, IGNORE_NAME] if self.void_shown else [*self.classes]
 
     def name_of(self, label: int) -> str:
@@ -105,11 +105,11 @@ def size_of(mask: np.ndarray) -> Size:
 
 
 def plain(value: float) -> int | float:
-    """Return a coordinate as a whole number where it is one."""
+    """Return a coordinate as an int if it is a whole number, else rounded to three decimals."""
     return int(value) if value == int(value) else round(value, 3)
 
 
 def require_new(out: Path) -> None:
-    """Refuse a folder that holds something: labels that were corrected there would be lost."""
+    """Refuse a folder that is not empty: labels corrected there would be lost."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out '{out}' exists and is not an empty folder; choose a new one")

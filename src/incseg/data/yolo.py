@@ -31,15 +31,15 @@ from incseg.types import UserError
 
 _MOST_YAML = 1_000_000
 _FARTHEST = 4.0
-"""Coordinates are shares of the image's sides. An object may reach outside, but one that far means pixels."""
+"""Coordinates are shares of the image's sides. An object may reach outside; a larger value is probably in pixels."""
 _LISTS = ("data.yaml", "data.yml", "dataset.yaml", "dataset.yml")
 _NAMES = ("classes.txt", "obj.names")
 
 
 class Yolo(Annotated):
-    """YOLO segmentation as Ultralytics, Roboflow, CVAT and Label Studio export it: a text file of polygons an image.
+    """YOLO segmentation as Ultralytics, Roboflow, CVAT and Label Studio export it: a text file of polygons per image.
 
-    NAME.txt lies in labels/ where the image is in images/, or beside the image. data.yaml has the names and the splits.
+    NAME.txt is in labels/ if the image is in images/, or beside the image. data.yaml has the names and the splits.
     """
 
     format = "yolo"
@@ -60,7 +60,7 @@ class Yolo(Annotated):
                 chosen[subset] = list(dict.fromkeys(images))
             elif subset != "test":
                 notes.append(f"'{subset}: {first_three(places)[1:-1]}' of {file.name} leads to no image here")
-        if chosen.get("train") == chosen.get("val"):  # Ultralytics wants both, so one is written twice
+        if chosen.get("train") == chosen.get("val"):  # Ultralytics needs both, so some tools write one twice
             chosen.pop("val", None)
         if "train" not in chosen and "val" not in chosen:
             chosen = self._by_folder()
@@ -78,7 +78,7 @@ class Yolo(Annotated):
         return Scan([*self._names.values()], subsets, notes)
 
     def _settings(self) -> tuple[Path, dict[str, Any]]:
-        """Return the file that names the classes, and what else it holds."""
+        """Return the file that names the classes, and its other settings."""
         others = sorted(self.images.key(path) for path in self.images.with_suffix(".yaml", ".yml"))
         for key in dict.fromkeys([*_LISTS, *(key for key in others if "/" not in key), *others]):
             if (path := self.images.path(key)) is not None:
@@ -99,7 +99,7 @@ class Yolo(Annotated):
         return next((f"{name}.txt" for name in names if self.images.path(f"{name}.txt") is not None), None)
 
     def _by_folder(self) -> dict[str, list[Path]]:
-        """Return the images in folders named images, or else all, by the names of their folders."""
+        """Return the images in folders named images, or all if there are none, by the subset that their path names."""
         every = self.images.images()
         inside = [image for image in every if "images" in PurePosixPath(self.images.key(image).lower()).parts[:-1]]
         found: dict[str, list[Path]] = {}
@@ -108,8 +108,11 @@ class Yolo(Annotated):
         return found
 
     def _images_in(self, place: str, path: Any, file: Path) -> list[Path]:
-        """Return the images of a folder, or of a list of images, that data.yaml names. All must be under the root: of
-        a path elsewhere the end counts, as other machines and Roboflow write it."""
+        """Return the images of a folder, or of a list of images, that data.yaml names.
+
+        All must be under the root. Of a path to another place only the end counts: other machines and Roboflow write
+        such paths.
+        """
         base = self.images.key(file).rpartition("/")[0]
         joined = "/".join(str(part) for part in (base, path, place) if part)
         for text in (joined, f"{base}/{place}", place):
@@ -152,7 +155,7 @@ class Yolo(Annotated):
             if len(values) == 5:
                 raise FileError(where, "it is a box, not a polygon", "export for segmentation", BOXES)
             label = self.label(self._names[int(values[0])], where)
-            # Behind the points can be one number more: a track of CVAT, a score of Ultralytics.
+            # One more number may follow the points: a track of CVAT or a score of Ultralytics.
             ring = as_ring(values[1 : len(values) - (len(values) - 1) % 2], pairs=False)
             if np.abs(ring).max(initial=0) > _FARTHEST:
                 raise FileError(where, "its points are not between 0 and 1", "divide them by the image's sides")
@@ -174,7 +177,7 @@ def _read_yaml(path: Path) -> Any:
 
 
 class YoloWriter(Writer):
-    """images/, labels/, data.yaml; in train/ and val/ of each where there are splits, else listed in train.txt."""
+    """images/, labels/, data.yaml; with splits in train/ and val/ of each, otherwise listed in train.txt."""
 
     format = "yolo"
 

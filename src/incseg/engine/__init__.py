@@ -1,1 +1,1 @@
-"""What runs methods: processes and devices, training, evaluation, and the folder a run leaves behind."""
+"""The engine runs methods: processes and devices, training, evaluation, run folders."""

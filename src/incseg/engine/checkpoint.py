@@ -66,7 +66,7 @@ class Progress:
 
     @property
     def gradient(self) -> dict[str, float | int | None]:
-        """Return what a step's row holds about the gradients."""
+        """Return the values for the field `gradient` of a step's row."""
         return {"mean_norm": self.norm_sum / max(self.norms_summed, 1), "spike": self.spike, "spike_at": self.spike_at}
 
     @property

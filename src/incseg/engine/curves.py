@@ -32,13 +32,13 @@ def logger_names(setting: str) -> list[str]:
 
 
 def open_curves(setting: str, folder: Path | None, config: dict[str, Any]) -> Curves:
-    """Return the loggers of a run in `folder`; None in processes that do not write.
+    """Return the loggers of a run. `folder` is the run folder, or None in processes that do not write.
 
     wandb and trackio must be installed if they are asked for. TensorBoard is the default, so it may be missing.
     """
-    board = None if folder is None else folder / TENSORBOARD
+    events = None if folder is None else folder / TENSORBOARD
     names = logger_names(setting)
-    return Several([TensorBoard(board) if name == TENSORBOARD else Tracker(name, folder, config) for name in names])
+    return Several([TensorBoard(events) if name == TENSORBOARD else Tracker(name, folder, config) for name in names])
 
 
 class Curves:
@@ -89,7 +89,7 @@ class Tracker(Curves):
             return
         try:
             if not self._is_open:
-                os.environ.setdefault("WANDB_DIR", str(self._folder))  # else it makes a folder where we are
+                os.environ.setdefault("WANDB_DIR", str(self._folder))  # else it creates a folder in the current one
                 self._module.init(project="incseg", name=self._folder.name, config=self._config)
                 self._is_open = True
             self._module.log(dict(values), step=epoch)
@@ -107,7 +107,7 @@ class Tracker(Curves):
     def _give_up(self, error: Exception) -> None:
         self._folder = None
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        log.info(f"warning: {self._package} failed ({cause}); the run goes on without it")
+        log.info(f"warning: {self._package} failed ({cause}); the run continues without it")
 
 
 class TensorBoard(Curves):

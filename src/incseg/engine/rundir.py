@@ -1,18 +1,18 @@
-"""The run folder: the contract between the engine that writes it and whoever reads it later.
+"""The run folder: the contract between the engine that writes it and the code that reads it later.
 
-config.yaml             the whole resolved configuration: `incseg train --config` runs it again
+config.yaml             the whole resolved configuration; `incseg train --config` runs it again
 environment.json        versions, commit, device, threads
 protocol.json           steps, classes, image counts, label rules
-log.txt                 what was printed
+log.txt                 the printed lines
 steps/K/model.safetensors, state.safetensors, confusion.npy, row.json (written last: the step is done)
-checkpoint.safetensors  the step under way
-results.json            the end: final figures, every step's row, rules, seconds
-forgetting.json         of a warm start: what the run did to the classes that its model knew
-photographs.png         of one's own photographs: a contact sheet, some with their masks
-tries/NAME/             of incseg extend: the runs of all recipes that were tried; the best is the run itself
+checkpoint.safetensors  the step in progress
+results.json            written at the end: final figures, every step's row, rules, seconds
+forgetting.json         for a warm start: the changes of the classes that its model knew
+photographs.png         for one's own photographs: a contact sheet of some of them with their masks
+tries/NAME/             for incseg extend: the runs of all recipes; the best one is copied to the run itself
 retests/NAME.json       a step tested again with other inference options (incseg eval --save)
-tensorboard/            where tensorboard is installed
-.lock, .lock-holder     which process works in it; held only as long as that process lives
+tensorboard/            if tensorboard is installed
+.lock, .lock-holder     the process that works in the folder; the lock is free when that process ends
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _OWN_FOLDERS = ("steps", "tries", "retests", "tensorboard", "report")
 _OWN_OF_STEPS = ("model.safetensors", "state.safetensors", "confusion.npy", "row.json")
 
 STATE_FILE = "state.safetensors"
-"""What a method remembers after a step, beside the step's model."""
+"""File with the state of a method after a step, beside the step's model."""
 
 SUMMARY_SUFFIXES = ("runs.jsonl", ".run.json")
-"""Ends of the names of files with summaries of runs (report/runs.py): their figures, without models. The first has a
-run on each line; version 0.1 wrote a file of the second kind for each run."""
+"""Endings of files with summaries of runs (report/runs.py), which have figures but no models. A file of the first kind
+has a run on each line. Version 0.1 wrote a file of the second kind for each run."""
 
 
 class InUse(UserError):
@@ -82,10 +82,6 @@ class RunDir:
         return self.root / "results.json"
 
     @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
     def protocol(self) -> Path:
         return self.root / "protocol.json"
 
@@ -95,7 +91,7 @@ class RunDir:
 
     @property
     def forgetting(self) -> Path:
-        """Where the forgetting of a warm start is measured; runs before version 0.2 have it under another name."""
+        """The file with the forgetting of a warm start; runs before version 0.2 have another name for it."""
         old = self.root / "changes.json"
         return old if old.exists() else self.root / "forgetting.json"
 
@@ -124,7 +120,7 @@ class RunDir:
         return self.root / "steps" / str(step) / "row.json"
 
     def steps_done(self) -> list[int]:
-        """The finished steps, 0 first, without gaps."""
+        """Return the finished steps from 0 on, without gaps."""
         done: list[int] = []
         while self.row(len(done)).exists():
             done.append(len(done))
@@ -132,14 +128,14 @@ class RunDir:
 
     @property
     def started(self) -> bool:
-        """Whether something was learnt."""
+        """Whether the run has learnt anything."""
         return self.config.exists() and (self.checkpoint.exists() or bool(self.steps_done()))
 
     def rows(self) -> list[dict[str, Any]]:
         return [read_record(self.row(step)) for step in self.steps_done()]
 
     def lock(self) -> None:
-        """Make the folder if need be, and hold it until `close`: one process at a time works in it."""
+        """Create the folder if necessary, and lock it until `close`, so that only one process works in it."""
         self.require_own()
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
@@ -150,7 +146,7 @@ class RunDir:
             remove_temporary(self.retests, "step*.json")
 
     def require_own(self) -> None:
-        """Refuse a folder that holds other things than a run: files in it would be overwritten, or taken for ours."""
+        """Refuse a folder with files that are not of a run: they could be overwritten or mistaken for ours."""
         begun = self.environment.exists() or self.started or (self.root / ".lock").exists()
         if self.config.exists() and begun:
             return
@@ -179,10 +175,10 @@ class RunDir:
             self._lock = None
 
     def require_there(self) -> None:
-        """See that the folder is still the one we hold: in a new one of its name we would write half a run."""
+        """Refuse to continue if the folder was deleted or replaced: a new one of its name would get half a run."""
         if self._lock is not None and not self._lock.is_in_place():
             raise UserError(
-                f"{self.root} was deleted or moved while this run worked in it; the same command begins again"
+                f"{self.root} was deleted or moved while this run worked in it; the same command starts again"
             )
 
     def _take_lock(self) -> None:
@@ -196,7 +192,7 @@ class RunDir:
         write_json(self.environment, {**environment(), **runtime})
 
     def row_digest(self, step: int) -> str:
-        """Changes when the step was learnt anew: its row tells the seconds."""
+        """Return a digest of a step's row. It changes if the step is trained again, as the row has the seconds."""
         return hashlib.sha256(self.row(step).read_bytes()).hexdigest()
 
     def write_retest(self, options: dict[str, Any], row: dict[str, Any], seconds: float) -> Path:
@@ -215,12 +211,12 @@ class RunDir:
         try:
             write_json(file, record)
         except OSError as error:
-            raise UserError(f"cannot write {file} ({error}); see that the run folder may be written") from error
+            raise UserError(f"cannot write {file} ({error}); make the run folder writable") from error
         return file
 
 
 def model_file(path: Path, step: int | None = None) -> Path:
-    """Return the model file of a path from the user, of a model that comes with incseg, or of one on the hub."""
+    """Return the model file for a path from the user, for a model that comes with incseg, or for one on the hub."""
     if hub.is_address(path):
         if step is not None:
             raise UserError(f"step {step} was asked for, but '{path}' is one model; leave --step out")
@@ -249,7 +245,7 @@ def model_file(path: Path, step: int | None = None) -> Path:
         )
     done = run.steps_done()
     if not done:
-        raise UserError(f"'{path}' has no finished step yet; let incseg train go on")
+        raise UserError(f"'{path}' has no finished step yet; resume it with incseg train")
     if step is not None and step not in done:
         raise UserError(f"'{path}' has no finished step {step}; choose from {done[0]} to {done[-1]}")
     return run.model(done[-1] if step is None else step)
@@ -269,8 +265,8 @@ def _require_models(path: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit, machine and command: what a figure needs beside it."""
-    import numpy as np  # here, because who watches a run needs neither
+    """Return versions, commit, machine and command, which every published figure needs."""
+    import numpy as np  # imported here, because processes that only watch runs need neither
     import torch
 
     return {
@@ -286,7 +282,7 @@ def environment() -> dict[str, Any]:
 
 
 def read_config(path: Path, *groups: str) -> dict[str, Any]:
-    """A config.yaml as plain values, with settings in these groups."""
+    """Return a config.yaml as plain values. It must have settings in these groups."""
     try:
         value = read_yaml(path)
     except FileNotFoundError as error:
@@ -312,7 +308,7 @@ def read_config(path: Path, *groups: str) -> dict[str, Any]:
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names: {"train": {"lr": 1}} as {"train.lr": 1}."""
+    """Return nested settings under dotted names: {"train": {"lr": 1}} as {"train.lr": 1}."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, dict):
@@ -327,7 +323,7 @@ def _command() -> list[str]:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree we run from, where there is one."""
+    """Return the commit of the source tree that incseg runs from; None if it is not one."""
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(

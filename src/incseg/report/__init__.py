@@ -1,1 +1,1 @@
-"""What is read from run folders and predictions and shown to people: tables, figures, drawings."""
+"""Reports: tables, figures and drawings from run folders and predictions."""

@@ -1,6 +1,6 @@
 """The model card of a model on the hub: what it knows, how good it is, how it was trained, where it fails.
 
-Everything is read from the model file and, where the file lies in a run folder, from the rows of that run.
+Everything is read from the model file and, if the file is in a run folder, from the rows of that run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def model_card(
 ) -> str:  # fmt: skip
     """Return the README.md of a model: YAML for the hub, then Markdown.
 
-    about, network, increments: what the model file says of its method, its network and its classes.
+    about, network, increments: the method, network and classes of the model file.
     """
     rows = _rows(file)
     metadata = {
@@ -54,7 +54,7 @@ def model_card(
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of the run up to the step of a model file; none where the file lies alone."""
+    """Return the rows of the run up to the step of a model file; none if the file is not in a run folder."""
     if not file.with_name("row.json").is_file():
         return []
     folders = sorted((f for f in file.parent.parent.iterdir() if f.name.isdecimal()), key=lambda f: int(f.name))

@@ -27,7 +27,7 @@ _PAPER, _INK, _FAINT = (255, 255, 255), (32, 32, 32), (120, 120, 120)
 
 
 def palette_image(values: np.ndarray, palette: np.ndarray) -> Image.Image:
-    """Return an indexed image: its pixels hold the (H, W) uint8 values, its palette their (≤ 256, 3) colours."""
+    """Return an indexed image with (H, W) uint8 values as pixels and (≤ 256, 3) colours as palette."""
     image = Image.fromarray(np.ascontiguousarray(values, dtype=np.uint8))
     image.putpalette(np.ascontiguousarray(palette, dtype=np.uint8).tobytes())
     return image
@@ -42,7 +42,7 @@ def viridis() -> np.ndarray:
 
 
 def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
-    """Return (H, W) in [0, 1] as viridis, 0 dark and 1 bright: an indexed image whose pixels hold round(255 u)."""
+    """Return (H, W) values u in [0, 1] as an indexed image in viridis (0 dark, 1 bright) with pixels round(255 u)."""
     levels = np.empty(uncertainty.shape, dtype=np.uint8)
     rows = max(1, _AT_ONCE // max(1, uncertainty.shape[1]))
     for start in range(0, len(levels), rows):
@@ -51,7 +51,7 @@ def uncertainty_image(uncertainty: np.ndarray) -> Image.Image:
 
 
 def label_counts(labels: np.ndarray, number: int) -> list[int]:
-    """Return how many pixels of (H, W) uint8 have each of so many labels; numpy would make a number of each first."""
+    """Return the number of pixels of each label in (H, W) uint8, without the int64 copy that np.bincount makes."""
     return Image.fromarray(labels).histogram()[:number]
 
 

@@ -5,9 +5,10 @@ Everything is read from the forgetting.json of a run folder (engine/forgetting.p
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
-from incseg.metrics import MOST_LOST, agreement, percent
+from incseg.metrics import MAY_GIVE_WAY, MOST_LOST, agreement, hosts, percent, unchanged
 
 NOTHING_LOST = 0.5
 """Percent of old pixels that may change without a remark."""
@@ -69,10 +70,15 @@ def try_rows(report: dict[str, Any]) -> list[list[str]]:
     rows = []
     for one in report["tries"]:
         notes = ["taken"] * (one["recipe"] == report["recipe"])
-        notes += [f"changes more than {MOST_LOST:g} % of the old"] * (100 - one["agreement"] > MOST_LOST)
+        notes += ["changes too much of the old"] * (not _is_allowed(one))
         ious = [percent(one["iou"][name]) for name in report["new"]]
         rows.append([one["recipe"], f"{one['agreement']:.1f} %", *ious, f"{one['seconds']:.0f}", ", ".join(notes)])
     return rows
+
+
+def _is_allowed(one: dict[str, Any]) -> bool:
+    """Return whether the rule allows what a try did to the old classes. Version 0.1 did not save it."""
+    return bool(one.get("allowed", 100 - one["agreement"] <= MOST_LOST))
 
 
 def in_words(report: dict[str, Any]) -> list[str]:
@@ -85,10 +91,19 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
     if total is None:
         return ["old classes: the model found none of them on these photographs, so forgetting cannot be measured"]
     lines = []
+    giving_way = hosts(report) - set(report.get("protected", ()))
     for name, of_class in report["classes"].items():
         same = agreement(of_class)
         lost = of_class["pixels"] - of_class["kept"]
         if same is None or 100 - same <= MOST_LOST or lost < NOTICED * report["pixels"]:
+            continue
+        if name in giving_way:
+            on_it = [new for new, of_new in report["new"].items() if of_new.get("lies_on") == name]
+            lines.append(
+                f"{', '.join(on_it)} {'lies' if len(on_it) == 1 else 'lie'} on {name}, which gave way and lost "
+                f"{100 - same:.1f} % of its other pixels, of at most {MAY_GIVE_WAY:g} %; --protect {shlex.quote(name)} "
+                f"allows {MOST_LOST:g} % and finds less"
+            )
             continue
         takers = sorted(of_class["taken_by"].items(), key=lambda item: -item[1])
         to = f" to {takers[0][0]}" if takers and 2 * takers[0][1] >= lost else ""
@@ -102,9 +117,9 @@ def _of_the_old(report: dict[str, Any]) -> list[str]:
             return ["old classes: all their pixels are labelled as before"]
         return [f"old classes: {total:.1f} % of their pixels are labelled as before, and none got noticeably worse"]
     lines.insert(0, f"old classes: {total:.1f} % of their pixels are labelled as before")
-    if 100 - total > MOST_LOST:
+    if 100 - unchanged(report, protected=report.get("protected", ())) > MOST_LOST:
         gentler = "" if report.get("recipe") == "closed-form" else "; --recipe gentle changes less"
-        lines.append(f"warning: more than {MOST_LOST:g} % of the old classes' pixels changed{gentler}")
+        lines.append(f"warning: this is more than the rule allows{gentler}")
     return lines
 
 
@@ -116,7 +131,7 @@ def _passed_over(report: dict[str, Any]) -> list[str]:
         return sum(known) / len(known) if known else 0.0
 
     taken = next((one for one in report.get("tries", []) if one["recipe"] == report["recipe"]), None)
-    others = [one for one in report.get("tries", []) if 100 - one["agreement"] > MOST_LOST]
+    others = [one for one in report.get("tries", []) if not _is_allowed(one)]
     if taken is None or not others:
         return []
     better = max(others, key=mean)

@@ -23,6 +23,8 @@ from incseg.report.style import FAINT, INK, PAPER, WIDTH, axes_at, line_style, n
 
 _LEAST_PERCENT = 1.5
 """Smallest number that is written in a confusion matrix."""
+_LEAST_TAKEN = 0.02
+"""Smallest share of an older class's pixels that counts as a `Taking`."""
 MOST_ROWS = 45
 """Most rows with single classes. If there are more classes, a row is an increment."""
 _TITLES = {
@@ -325,9 +327,7 @@ class Taking:
     now: float
 
 
-def takings(
-    confusions: Sequence[np.ndarray | None], steps: Sequence[Sequence[str]], least: float = 0.02
-) -> list[Taking]:
+def takings(confusions: Sequence[np.ndarray | None], steps: Sequence[Sequence[str]]) -> list[Taking]:
     """Return the takings of all steps, largest share first. `confusions` are the shares of the true labels' pixels
     after each step."""
     names = ["background", *(name for classes in steps for name in classes)]
@@ -337,7 +337,7 @@ def takings(
     for step, (classes, shares) in enumerate(zip(steps, confusions, strict=True)):
         for taker in range(learnt, learnt + len(classes)):
             for victim in range(1, learnt):
-                if step == 0 or shares is None or last is None or not shares[victim, taker] >= least:
+                if step == 0 or shares is None or last is None or not shares[victim, taker] >= _LEAST_TAKEN:
                     continue
                 now = float(np.nan_to_num(last[victim, taker]))
                 found.append(Taking(names[taker], names[victim], step, float(shares[victim, taker]), now))

@@ -160,7 +160,7 @@ def own_photographs(records: Sequence[RunRecord]) -> list[PageSection]:
 
 def is_extension(record: RunRecord) -> bool:
     """Return whether a run extended a model by own photographs. Their masks label the new classes only, so its figures
-    over all classes say nothing of the model."""
+    over all classes do not measure the model."""
     own = record.settings.get("data.name") in OWN and not record.is_summary and record.retest is None
     return own and bool(record.rows) and RunDir(record.folder).forgetting.is_file()
 
@@ -264,12 +264,13 @@ def _class_block(section: Section, method: MethodRuns, index: int, folder: Path)
         )
     taken = figures.takings(confusions, section.steps[: method.num_steps])[:_MOST_TAKINGS]
     if taken:
-        texts.append("Who took whose pixels: " + "; ".join(_sentence(one, method.num_steps) for one in taken) + ".")
+        sentences = [_sentence(one, method.num_steps) for one in taken]
+        texts.append(f"New classes predicted on old ones: {'; '.join(sentences)}.")
     return Block(f"Class by class: {method.label}", texts, figures=drawn, folded=index > 0)
 
 
 def _sentence(one: figures.Taking, num_steps: int) -> str:
-    later = f", and holds {100 * one.now:.0f} % at the end" if one.step < num_steps - 1 else ""
+    later = f", {100 * one.now:.0f} % at the end" if one.step < num_steps - 1 else ""
     return f"**{one.taker} took {100 * one.then:.0f} % of {one.victim}**{later}"
 
 
@@ -283,5 +284,5 @@ def unfinished_section(records: Sequence[RunRecord]) -> PageSection | None:
     if not rows:
         return None
     heading = ["run", "steps done", *(name.capitalize() for name in FIGURES)]
-    text = "The figures of the last step that is done. These runs are in the curves, not in the tables above."
-    return PageSection("Under way", [Block("", [text], tables=[HtmlTable(heading, rows)])])
+    text = "The figures of the last finished step. These runs are in the curves, not in the tables above."
+    return PageSection("In progress", [Block("", [text], tables=[HtmlTable(heading, rows)])])

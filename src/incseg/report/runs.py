@@ -1,10 +1,10 @@
 """Runs as records, the source of every table: read from run folders or from summaries.
 
-Run folders have gigabytes and stay on the machine that made them. A summary has everything that tables need, but no
-models. It is small enough to be committed, so a study can grow on several machines, and a new method can be compared
-with ours without training ours again: `incseg compare runs/mine results/voc-laptop/runs.jsonl`.
+Run folders take gigabytes and are not moved. A summary has everything that tables need, but no models. It is small
+enough to be committed, so a study can grow on several machines, and a new method can be compared with ours without
+training ours again: `incseg compare runs/mine results/voc-laptop/runs.jsonl`.
 
-Broken or foreign folders are reported and left out. Runs that were not made are never filled in.
+Broken or foreign folders are reported and left out. Missing runs are never filled in.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _dataset(name: str, config: dict[str, Any]) -> str:
 
 
 def _read_retest(file: Path, run: RunRecord, usual: Usual) -> list[RunRecord]:
-    """Return a retest as a record of its own; nothing if it is of an earlier step, which no table shows."""
+    """Return a retest as a separate record; an empty list if it is of an earlier step, which no table shows."""
     saved = read_json(file)
     step, row = _need(saved, "step", int, "it"), _need(saved, "row", dict, "it")
     changed = _need(saved, "options", dict, "it")
@@ -454,7 +454,7 @@ def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]
     return {key.removeprefix("method."): pair for key, pair in differing.items()}
 
 
-# --- how things are written ----------------------------------------------------------------------------------
+# --- paths, commands and options as text ---------------------------------------------------------------------
 
 
 def shown_path(path: Path) -> str:

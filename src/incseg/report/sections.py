@@ -114,6 +114,13 @@ class Section:
         return [step_name(index, classes) for index, classes in enumerate(self.steps)]
 
 
+def differing_names(sections: Sequence[Section]) -> list[str]:
+    """Return a name for each section, of the parts in which they differ: task, setting, class order."""
+    parts = [(task_title(one.task), one.setting, f"order {one.order}") for one in sections]
+    differing = [index for index, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+    return [" ".join(names[index] for index in differing) for names in parts]
+
+
 def step_name(index: int, classes: Sequence[str]) -> str:
     """Return the name of a step: "+ sheep", or the number of classes if there are many."""
     sign = "+ " if index else ""
@@ -162,7 +169,7 @@ def _file_names(titles: Sequence[str]) -> list[str]:
 def _methods(dataset: str, groups: Sequence[Group]) -> tuple[MethodRuns, ...]:
     """Return the methods, first the main one with the fewest options.
 
-    Labels are short because they stand in figures: the name of the method and, if several have that name, the options
+    Labels are short because they are for figures: the name of the method and, if several have that name, the options
     that differ. Tables have all options.
     """
     full = [(line.label.replace("`", ""), one) for line in lines_of(dataset, groups, []) for one in line.groups]

@@ -366,7 +366,7 @@ def _but_order(record: RunRecord) -> str:
     return json.dumps([getattr(record, name) for name in names], sort_keys=True, default=str)
 
 
-# --- what stands under every table ---------------------------------------------------------------------------
+# --- lines below every table ---------------------------------------------------------------------------------
 
 
 def rules_lines(records: Iterable[RunRecord]) -> list[str]:
@@ -386,7 +386,7 @@ def mixtures(records: Iterable[RunRecord]) -> list[str]:
     ):
         if len(values) > 1:
             found.append(
-                f"runs of different {what} stand in one table ({', '.join(sorted(values))}): compare with care"
+                f"runs with different {what} are in one table ({', '.join(sorted(values))}): compare with care"
             )
     return found
 

@@ -36,15 +36,15 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def figure_text(value: Spread | None, digits: int = 1) -> str:
+def figure_text(value: Spread | None) -> str:
     """Return 49.1, or 49.1 ± 1.2 over seeds, or 49.1 (var 1.4) if only the variance is known."""
     if value is None:
         return ""
     if value.deviation is not None:
-        return f"{value.mean:.{digits}f} ± {value.deviation:.{digits}f}"
+        return f"{value.mean:.1f} ± {value.deviation:.1f}"
     if value.variance is None:
-        return f"{value.mean:.{digits}f}"
-    return f"{value.mean:.{digits}f} (var {value.variance:.{1 if value.variance >= 0.1 else 2}f})"
+        return f"{value.mean:.1f}"
+    return f"{value.mean:.1f} (var {value.variance:.{1 if value.variance >= 0.1 else 2}f})"
 
 
 def cells_of(table: Table, line: Line) -> list[str]:

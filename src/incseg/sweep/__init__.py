@@ -1,1 +1,1 @@
-"""Many runs: their list, the folder that holds them, and the engines that make them. No engine is imported unasked."""
+"""Many runs: the list of a sweep, its folder, and the engines that run it. Engines are imported only when used."""

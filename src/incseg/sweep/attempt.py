@@ -1,6 +1,6 @@
-"""One run, in a process of its own: what dies in it takes nothing with it. All engines make their runs here.
+"""Train one run in its own process, so that a crash ends only this run. All engines use this file.
 
-The process is `incseg sweep make ROOT NAME`. It ends by itself when its parent is gone, and saves the run before.
+The process is `incseg sweep make ROOT NAME`. When its parent ends, it saves the run and ends too.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from incseg.sweep.folder import Job, Sweep, Task
 Outcome = Literal["done", "failed", "busy", "stopped"]
 """busy: another process works on it."""
 IN_USE = 75
-"""The exit code of a run whose folder another process holds."""
+"""Exit code of a run whose folder is in use by another process."""
 INTERRUPTED = 130
-"""The exit code of a run that was asked to end, and has saved itself."""
+"""Exit code of a run that was asked to end and has saved its progress."""
 PROGRAM = (sys.executable, "-m", "incseg", "sweep", "make")
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 2.0
-"""How often a run that is busy elsewhere is looked at."""
+"""Seconds between two looks at a run in progress elsewhere."""
 _SAVE_SECONDS = 60.0
-"""How long a run may take to save itself."""
+"""Time for a run to save its progress."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Attempts:
-    """Makes runs, one after the other; each engine has one for every run that it makes at a time.
+    """Train runs, one after the other. An engine has one of these for each run at a time.
 
-    environment: variables of the runs, beside those of this process.
-    stop, kill:  let the run save and end; end it at once.
+    environment: function that returns variables for the run's process, beside those of this process.
+    stop, kill:  events that let the run save and end, or end it at once.
     """
 
     sweep: Sweep
@@ -53,7 +53,7 @@ class Attempts:
     _child: subprocess.Popen[bytes] | None = None
 
     def perform(self, task: Task) -> Outcome:
-        """Do a task. Where the first job cannot train the base that it shares, the next one tries."""
+        """Do a task. If a job cannot train the shared base, the next job tries."""
         outcome: Outcome = "failed"
         for job in task.jobs:
             outcome = self._attempt(job, task.is_base)
@@ -62,7 +62,7 @@ class Attempts:
         return outcome
 
     def perform_in_time(self, task: Task) -> Outcome:
-        """Do a task; if another process works on it, wait: its machine may be lost."""
+        """Do a task. If another process works on it, wait, because its machine may be lost."""
         while (outcome := self.perform(task)) == "busy" and not self.stop.wait(_LOOK_SECONDS):
             pass
         return outcome
@@ -88,7 +88,7 @@ class Attempts:
         return "failed"
 
     def _run(self, words: Sequence[str], job: Job, log: Path) -> int:
-        """Return the exit code of a process; if we are stopped or interrupted, it saves and ends too."""
+        """Run a process and return its exit code. If this process is stopped or interrupted, let it save and end."""
         with log.open("ab") as stream:
             child = self._child = subprocess.Popen(
                 [*self.program, *words],
@@ -97,7 +97,7 @@ class Attempts:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.environment(job)},
                 cwd=self.cwd,
-                start_new_session=True,  # Ctrl-C in the terminal is for us; we pass it on
+                start_new_session=True,  # Ctrl-C in the terminal goes to this process, which passes it on
             )
         try:
             terminated = False
@@ -111,13 +111,13 @@ class Attempts:
                     child.kill()
             return child.returncode
         finally:
-            if child.poll() is None:  # an engine has interrupted us
+            if child.poll() is None:  # interrupted by an engine
                 self.save()
                 child.kill()
                 child.wait()
 
     def save(self) -> None:
-        """Let the run under way save itself and end; also from the handler of a signal."""
+        """Let the current run save its progress and end. A signal handler may call this."""
         self.stop.set()
         if self._child is None or self._child.returncode is not None:
             return
@@ -128,7 +128,7 @@ class Attempts:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a child has ended, without the lock of Popen, which the code below a handler may hold."""
+    """Return whether a child has ended, without Popen's lock, which the code that a signal interrupted may hold."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
@@ -136,6 +136,6 @@ def _has_ended(pid: int) -> bool:
 
 
 def end_with_parent() -> None:
-    """Have this process asked to end when its parent dies, on Linux: it would train on for nobody."""
+    """On Linux, let this process get SIGTERM when its parent ends, so that it does not continue alone."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,9 +1,9 @@
-"""What a sweep would take, before it is run: an estimate, not a measurement.
+"""Estimate the time, memory and disk space of a sweep before it is run.
 
-Counted: the images of the protocol, epochs and steps; the operations, activations and parameters of the network itself,
-on torch's meta device, which computes nothing. The rate of operations is given, or measured here by a few updates. A
-backward pass is two forward passes, a teacher one more, replay twice the images. Starting, reading and writing cost
-nothing.
+The estimate counts the images of the protocol, epochs and steps, and the operations, activations and parameters of the
+network itself, on torch's meta device, which computes nothing. The rate of operations is given, or measured here by a
+few updates. A backward pass counts as two forward passes, a teacher as one more, and replay doubles the images. The
+time for starting, reading and writing is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MEASURED_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Network:
-    """One image: operations of a forward pass, bytes that training holds of it; and the bytes of the parameters."""
+    """Operations of a forward pass and bytes of activations for one image, and the bytes of the parameters."""
 
     frozen_operations: float
     operations: float
@@ -51,7 +51,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Images:
-    """The images of each step, and the classes of the last."""
+    """The number of images of each step, and of classes after the last step."""
 
     train: Sequence[int]
     test: Sequence[int]
@@ -60,7 +60,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Cost:
-    """A run: operations of step 0, of the later steps, and of the features that are computed once for all runs."""
+    """Cost of a run: operations of step 0, of later steps, and of the features that are computed once for all runs."""
 
     first: float
     rest: float
@@ -76,7 +76,7 @@ def config_of(job: Job) -> RunConfig:
 
 
 def network(config: ModelConfig, side: int, classes: int) -> Network:
-    """Count a network on itself, with activations in half precision."""
+    """Count the operations and bytes of a network, with activations in half precision."""
     return _counted(json.dumps(asdict(config)), side, classes)
 
 
@@ -109,7 +109,7 @@ def _counted(config_as_json: str, side: int, classes: int) -> Network:
 
 
 def cost(config: RunConfig, images: Images) -> Cost:
-    """Return what a run takes."""
+    """Return the cost of a run."""
     method, settings = build_method(config.method), config.train
     net = network(config.model, settings.crop, images.classes)
     cached = config.data.cache == "auto" and config.model.freeze_backbone and settings.scale is None
@@ -139,7 +139,7 @@ def cost(config: RunConfig, images: Images) -> Cost:
 
 
 def images_of(config: RunConfig) -> Images:
-    """Return the images of each step, from the dataset, or from a presence list where the dataset is not here."""
+    """Return the images of each step, from the dataset, or from a presence list if the dataset is not here."""
     method = build_method(config.method)
     data = config.data
     if data.root is not None or data.presence is None:
@@ -156,7 +156,7 @@ def images_of(config: RunConfig) -> Images:
 
 
 def measured_rate(config: RunConfig) -> float:
-    """Return the operations a second of a few updates of this network on this machine."""
+    """Measure a few updates of this network on this machine, and return the operations per second."""
     with started(config.device, config.precision, config.threads) as runtime:
         side = config.train.crop
         model = _grown(config.model, _MEASURED_CLASSES).to(runtime.device).train()
@@ -167,7 +167,7 @@ def measured_rate(config: RunConfig) -> float:
             inputs = model.features(image) if frozen else image
         done, begun = 0, 0.0
         while done < 2 or time.monotonic() - begun < _MEASURED_SECONDS:
-            if done == 1:  # the first one prepares
+            if done == 1:  # the first update is a warm-up
                 begun = time.monotonic()
             with runtime.autocast():
                 logits = model(inputs).logits
@@ -186,9 +186,9 @@ def _grown(config: ModelConfig, classes: int) -> Segmenter:
 
 
 def estimate(sweep: Sweep, jobs: Sequence[Job], slots: int, rate: float | None) -> Iterator[str]:
-    """Yield lines on what is left to do of these runs: hours, memory and disk, `slots` runs at a time.
+    """Yield lines on the remaining work of these runs: hours, memory and disk, with `slots` runs at a time.
 
-    rate: operations a second of one run; None to measure it here.
+    rate: operations per second of one run; None to measure it here.
     """
     tasks = sweep.tasks(jobs)
     left = [task.jobs[0] for task in tasks if not task.is_base]
@@ -240,7 +240,7 @@ def estimate(sweep: Sweep, jobs: Sequence[Job], slots: int, rate: float | None) 
 
 
 def played(tasks: Sequence[Task], seconds: Callable[[Task], float], slots: int) -> float:
-    """Return the seconds until the last task ends: each slot takes the first that is ready, as on this machine."""
+    """Simulate the engine of this machine: each slot takes the first task that can start. Return the end in seconds."""
     ends: dict[Task, float] = {}
     free = [0.0] * slots
     waiting = list(tasks)

@@ -1,15 +1,15 @@
-"""The folder of a sweep: its runs, and where each of them stands.
+"""The folder of a sweep: its runs and their states.
 
 ROOT/NAME/               the run folder
-ROOT/.sweep/NAME/job.json     place in the list, and the base that the run shares
+ROOT/.sweep/NAME/job.json     position in the list, and the base that the run shares
                  run.yaml     its configuration
-                 log.txt      what it printed
-                 failed.json  why it failed
-ROOT/.sweep/.token            lets a node of Ray see whether it shares this disk
-            .slurm.json       the SLURM job of each task; .slurm/ has what submitit writes
+                 log.txt      its output
+                 failed.json  the reason if it failed
+ROOT/.sweep/.token            shows a node of Ray whether it shares this disk
+            .slurm.json       the SLURM job of each task; .slurm/ has the files of submitit
 
-The run folder alone says what is done, and its lock says who works in it: there is nothing to claim. This file imports
-neither torch nor an engine, because the process that only watches a run reads it too.
+The state of a run follows from its run folder and the lock in it, so no second record is needed. This file imports
+neither torch nor an engine, because processes that only watch runs use it too.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ State = Literal["done", "running", "waiting", "failed"]
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be made: its name under the sweep's folder, its whole configuration, and what its step 0 depends on.
+    """A run of a sweep: its name under the sweep's folder, its whole configuration, and a hash of its step 0.
 
-    base: runs with the same one share a trained step 0; None for a run that shares nothing.
+    base: runs with the same value share a trained step 0; None for a run that shares nothing.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What an engine runs: a job to its end, or the step 0 that several jobs share.
+    """Work for an engine: a whole job, or the step 0 that several jobs share.
 
-    jobs:  the one to be made; or those that share the step, which the first that can do it trains.
-    after: the task that must have ended before, well or badly.
+    jobs:  the job, or those that share the step. The first of these trains it; if it fails, the next one does.
+    after: the task that must have ended before, with success or not.
     """
 
     jobs: tuple[Job, ...]
@@ -68,7 +68,7 @@ class Sweep:
         self.root = root
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Put jobs behind those that are there; one that is there already stays as it is."""
+        """Append jobs to the list. A job that is in the list already does not change."""
         known = {job.name for job in self.jobs()}
         for order, job in enumerate(jobs, start=len(known)):
             if job.name not in known:
@@ -82,7 +82,7 @@ class Sweep:
         return [Job(about["name"], read_config(self.config(about["name"])), about["base"]) for about in known]
 
     def tasks(self, jobs: Sequence[Job] = ()) -> list[Task]:
-        """Return what is left to do for these jobs, by default all: each shared step 0, then the runs that share it."""
+        """Return the remaining tasks of these jobs, by default of all: each shared step 0, then its runs."""
         left = [job for job in jobs or self.jobs() if self.state(job) not in ("done", "failed")]
         trained = self.trained()
         tasks: list[Task] = []
@@ -96,11 +96,11 @@ class Sweep:
         return tasks
 
     def trained(self) -> set[str | None]:
-        """Return the bases that some run has trained."""
+        """Return the bases of which a run has trained step 0."""
         return {job.base for job in self.jobs() if job.base is not None and self.step_0(job.name).exists()}
 
     def folder(self, name: str) -> Path:
-        """Return where the sweep itself stores what it knows of a job."""
+        """Return the folder with the sweep's own files of a job."""
         return self.root / ".sweep" / name
 
     def config(self, name: str) -> Path:
@@ -113,7 +113,7 @@ class Sweep:
         return RunDir(self.root / name)
 
     def step_0(self, name: str) -> Path:
-        """Return the file that is there when step 0 is done."""
+        """Return the file that exists once step 0 is done."""
         return self.run(name).row(0)
 
     def state(self, job: Job) -> State:
@@ -124,16 +124,16 @@ class Sweep:
         return "failed" if self.failure(job) is not None else "waiting"
 
     def states(self) -> Counter[State]:
-        """Return how many runs are in which state."""
+        """Return the number of runs in each state."""
         return Counter(self.state(job) for job in self.jobs())
 
     def worker(self, job: Job) -> str | None:
-        """Return the process that works in the run folder, "process N on HOST"; None where it is free."""
+        """Return the process that works in the run folder, "process N on HOST"; None if there is none."""
         lock = FolderLock(self.run(job.name).root)
         holder = lock.holder()
         found = re.fullmatch(r"process (\d+) on (.+)", holder or "")
         if found is None or (found[2] == socket.gethostname() and not _is_process(int(found[1]))):
-            return None  # without a look at the lock: to look is to take it for a moment
+            return None  # do not check the lock: a check takes it for a moment
         return None if lock.is_free() else holder
 
     def failure(self, job: Job) -> str | None:
@@ -150,9 +150,9 @@ class Sweep:
 
 
 def _is_process(pid: int) -> bool:
-    """Return whether a process of this machine lives, as far as the system tells."""
+    """Return whether a process of this machine exists; True if that is not known."""
     if os.name == "nt":
-        return True  # os.kill would end it there; the lock decides
+        return True  # os.kill would end the process there; the lock decides
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

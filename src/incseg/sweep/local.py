@@ -1,33 +1,31 @@
-"""Runs on this machine, several at a time: nothing to install."""
+"""Runs on this machine, several at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import torch
 
-from incseg.engine.runtime import available_cores
+from incseg.engine.runtime import available_cores, handling
 from incseg.sweep.attempt import PROGRAM, Attempts, Outcome
 from incseg.sweep.folder import Job, Sweep, Task
 from incseg.sweep.plan import Ended, Say
 
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 2.0
-"""How often runs that other processes make are looked at."""
+"""Seconds between two looks at runs in progress elsewhere."""
 
 
 @dataclass
 class Local:
-    """Up to `number` runs at a time. Ctrl-C or SIGTERM lets them save and end; a second kills them.
+    """Up to `number` runs at a time. Ctrl-C or SIGTERM lets them save and end; a second one kills them.
 
-    A run that another command makes is left to it, and taken over when that command has gone.
+    A run in progress elsewhere is resumed here if the other process ends before it is finished.
     """
 
     number: int = 1
@@ -38,7 +36,11 @@ class Local:
 
     def work(self, sweep: Sweep, tasks: Sequence[Task], say: Say, ended: Ended) -> None:
         attempts = Attempts(sweep, program=self.program)
-        with _interruptible(attempts):
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            (attempts.kill if attempts.stop.is_set() else attempts.stop).set()
+
+        with handling(interrupt, "SIGINT", "SIGTERM", "SIGHUP"):
             self.make_all(attempts, tasks, say, ended)
         if attempts.stop.is_set():
             raise KeyboardInterrupt
@@ -69,23 +71,23 @@ class Local:
             finally:
                 with self._change:
                     self._begun.remove(task)
-                    if outcome != "busy":  # as where another command was faster
+                    if outcome != "busy":  # busy if another command was faster
                         self._left.remove(task)
                     self._change.notify_all()
             if outcome != "busy":
                 ended(task, outcome)
 
     def _take(self, sweep: Sweep) -> Task | None:
-        """Return the first task that is ready; None if there is none now."""
+        """Return the first task that can start; None if there is none at the moment."""
         with self._change:
             for task in self._left:
-                if task not in self._begun and task.after not in self._left and not _is_busy(sweep, task):
+                if task not in self._begun and task.after not in self._left and sweep.worker(task.jobs[0]) is None:
                     self._begun.add(task)
                     return task
         return None
 
     def environment(self, job: Job, slot: int) -> dict[str, str]:
-        """Share out cores and GPUs to the runs, where the settings and the environment do not say otherwise."""
+        """Return variables that divide cores and GPUs among the runs, unless the settings or the environment do."""
         shared: dict[str, str] = {}
         if "OMP_NUM_THREADS" not in os.environ:
             shared["OMP_NUM_THREADS"] = str(job.config.get("threads") or max(1, available_cores() // self.number))
@@ -94,27 +96,9 @@ class Local:
         return shared
 
 
-def _is_busy(sweep: Sweep, task: Task) -> bool:
-    return sweep.worker(task.jobs[0]) is not None
-
-
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
     if not torch.cuda.is_available():
         return []
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return chosen.split(",") if chosen else [str(i) for i in range(torch.cuda.device_count())]
-
-
-@contextlib.contextmanager
-def _interruptible(attempts: Attempts) -> Iterator[None]:
-    def request(number: int, frame: FrameType | None) -> None:
-        (attempts.kill if attempts.stop.is_set() else attempts.stop).set()
-
-    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
-    previous = {n: signal.signal(n, request) for name in names if (n := getattr(signal, name, None))}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

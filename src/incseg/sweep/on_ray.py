@@ -1,8 +1,8 @@
 """Runs on a Ray cluster: each is a task with its CPUs and GPUs, and a shared step 0 is a task that others depend on.
 
-A node that sees the sweep's folder works in it, so what a lost node leaves is taken up by another. A node that does not
-see it works in a folder of its own; the run comes back as bytes when it has ended, and with a shared step 0 the trained
-step, which Ray hands to the runs that wait for it.
+A node with access to the sweep's folder works in it, so another node can resume the runs of a lost one. A node without
+access works in its own folder and sends the run back as bytes at the end. For a shared step 0 it sends the trained
+step, which Ray passes to the runs that wait for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from incseg.engine.runtime import handling
 from incseg.io import cache_path, read_json, read_record, replacing, write_text
 from incseg.sweep.attempt import PROGRAM, Attempts, Outcome
 from incseg.sweep.folder import Job, Sweep, Task
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     from incseg.sweep.plan import Ended, Say
 
 _RETRIES = 10
-"""How often a run is begun again because its node was lost. A run that fails, or is killed, is not."""
+"""How often a run is started again if its node is lost. A run that fails or is killed is not."""
 _SAVE_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a node must know of the command.
+    """Facts about the command for the nodes.
 
-    token: the content of ROOT/.sweep/.token: a node that reads the same sees the same disk.
+    token: content of ROOT/.sweep/.token. A node that reads the same content shares the disk.
     """
 
     root: Path
@@ -50,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Made:
-    """What came of a task; `files` and `step` (of the cache) are tar files from a node that does not share the disk."""
+    """The result of a task. A node that does not share the disk adds tar files: `files`, and `step` for the cache."""
 
     outcome: Outcome
     files: bytes | None = None
@@ -59,7 +60,7 @@ class Made:
 
 @dataclass
 class Ray:
-    """A Ray cluster; where none is running, one of this machine, which nobody else can reach."""
+    """A Ray cluster. If none is running, it is started on this machine, and no other machine can reach it."""
 
     address: str | None = None
     cpus: int | None = None
@@ -81,7 +82,8 @@ class Ray:
         names = [name for name in os.environ if name.startswith("INCSEG_") or name == "PYTHONPATH"]
         variables = {"OMP_WAIT_POLICY": "PASSIVE", **{name: os.environ[name] for name in names}}
         here = Place(sweep.root.resolve(), token, Path.cwd(), variables, self.program)
-        with _connected(ray, self.address), _interruptible():
+        # Like Ctrl-C; Ray is connected first, because it may change the handlers.
+        with _connected(ray, self.address), handling(signal.getsignal(signal.SIGINT), "SIGTERM", "SIGHUP"):
             resources = ray.cluster_resources()
             say(f"Ray: {len([n for n in ray.nodes() if n['Alive']])} nodes, {resources.get('CPU', 0):g} CPUs, "
                 f"{resources.get('GPU', 0):g} GPUs")  # fmt: skip
@@ -114,7 +116,7 @@ class Ray:
     def _end(self, ray: Any, sweep: Sweep, reference: Any, task: Task, ended: Ended) -> None:
         try:
             made: Made = ray.get(reference)
-        except ray.exceptions.RayError:  # lost with its node again and again, or what it waits for was
+        except ray.exceptions.RayError:  # its node, or that of the task it waits for, was lost too often
             ended(task, "failed")
             return
         if made.files is not None:
@@ -124,18 +126,18 @@ class Ray:
 
 def make_on_node(place: Place, task: Task, before: Made | None) -> Made:
     """Do a task on a node of the cluster."""
-    os.environ.update(place.variables)  # the caches too must be those of the command
+    os.environ.update(place.variables)  # among others, the caches of the command
     shared = _read(place.root / ".sweep" / ".token") == place.token
     sweep = Sweep(place.root if shared else _own_folder(place, task))
     if not shared:
         sweep.add(task.jobs)
-        sweep.retry_failed()  # what the command sends is to be tried
+        sweep.retry_failed()  # the command wants these jobs to be tried
     if before is not None and before.step is not None:
         unpack(before.step, cache_path("steps"))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # Ray sets it
     cwd = place.cwd if place.cwd.is_dir() else None
     outcome = Attempts(sweep, lambda job: threads, place.program, cwd).perform_in_time(task)
-    if outcome == "stopped":  # not by us: the node is going down
+    if outcome == "stopped":  # not by the user: the node is shutting down
         raise InterruptedError(f"{task.name} was stopped on its node")
     if shared:
         return Made(outcome)
@@ -147,13 +149,13 @@ def make_on_node(place: Place, task: Task, before: Made | None) -> Made:
 
 
 def _own_folder(place: Place, task: Task) -> Path:
-    """Return where a node that does not share the disk works: a folder for these settings alone."""
+    """Return the folder of a node that does not share the disk, one for each task and its settings."""
     about = json.dumps([place.token, task.is_base, [[job.name, job.config] for job in task.jobs]], sort_keys=True)
     return cache_path("sweeps") / hashlib.sha256(about.encode()).hexdigest()[:16]
 
 
 def _trained_step(sweep: Sweep, task: Task) -> bytes | None:
-    """Return the step 0 that was just trained, as it lies in the step cache."""
+    """Return the step 0 that was just trained, as a tar file of its entry in the step cache."""
     for job in task.jobs:
         if sweep.step_0(job.name).exists():
             origin = read_record(sweep.step_0(job.name))["reused_from"] or str(sweep.run(job.name).root)
@@ -164,7 +166,7 @@ def _trained_step(sweep: Sweep, task: Task) -> bytes | None:
 
 
 def _pack(root: Path, folders: Sequence[Path]) -> bytes:
-    """Return a tar file of what lies in these folders under `root`; locks stay behind."""
+    """Return a tar file of these folders under `root`, without locks."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
         for file in (file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()):
@@ -174,7 +176,7 @@ def _pack(root: Path, folders: Sequence[Path]) -> bytes:
 
 
 def unpack(packed: bytes, root: Path) -> None:
-    """Write files below `root`, each whole or not at all; what says that a run or a step is finished comes last."""
+    """Write files below `root`, each whole or not at all. Files that mark a run or a step as finished come last."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         order = {name: place for place, name in enumerate(_LAST, start=1)}
         for member in sorted(tar.getmembers(), key=lambda member: order.get(Path(member.name).name, 0)):
@@ -187,7 +189,7 @@ def unpack(packed: bytes, root: Path) -> None:
 
 _LAST = ("row.json", "step.json", "results.json")
 _OWN = ("job.json", "run.yaml")
-"""What each side has of its own."""
+"""Files that each side writes itself."""
 
 
 def _read(file: Path) -> str | None:
@@ -217,16 +219,3 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
     finally:
         if ours:
             ray.shutdown()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does."""
-    names = ("SIGTERM", "SIGHUP")
-    handler = signal.getsignal(signal.SIGINT)
-    previous = {n: signal.signal(n, handler) for name in names if (n := getattr(signal, name, None))}
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)

@@ -1,7 +1,7 @@
-"""Runs as jobs of SLURM, submitted by submitit. The command ends when all are submitted; SLURM does the rest.
+"""Runs as jobs of SLURM, submitted by submitit. The command ends when all jobs are submitted.
 
-A shared step 0 is a job that others depend on. Before its time limit, and where it is preempted, a job saves its run
-and is queued again. What is still queued is not submitted a second time.
+A shared step 0 is a job that others depend on. Before its time limit, and if it is preempted, a job saves its run and
+is queued again. A job that is still in the queue is not submitted a second time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _REQUEUES = 100
 _MINUTES = 24 * 60
-"""The time limit of a job, after which it is queued again; --slurm time=MINUTES changes it."""
+"""Time limit of a job, after which it is queued again; --slurm time=MINUTES changes it."""
 _SIGNAL_SECONDS = 120
-"""How long before its time limit a job is asked to save."""
+"""Seconds before its time limit at which a job is asked to save."""
 _IN_QUEUE = ("PENDING", "RUNNING", "REQUEUED", "RESIZING", "SUSPENDED", "CONFIGURING", "COMPLETING", "READY")
 
 
 @dataclass(frozen=True)
 class Make:
-    """A task as SLURM runs it."""
+    """A task in the form that submitit runs."""
 
     root: Path
     task: Task
@@ -44,7 +44,7 @@ class Make:
         return attempts.perform_in_time(self.task)
 
     def checkpoint(self) -> Any:
-        """Save the run; called in the handler of SLURM's signal. Return what is queued again."""
+        """Save the run and return the job to queue again. The handler of SLURM's signal calls this."""
         from submitit.helpers import DelayedSubmission
 
         for attempts in _running:
@@ -53,12 +53,12 @@ class Make:
 
 
 _running: list[Attempts] = []
-"""Those of this process."""
+"""The attempts of this process."""
 
 
 @dataclass
 class Slurm:
-    """SLURM; or, with `cluster=local` among the parameters, submitit's imitation of it on this machine."""
+    """SLURM, or submitit's imitation of it on this machine with `cluster=local` among the parameters."""
 
     jobs: int | None = None
     cpus: int | None = None
@@ -90,7 +90,7 @@ class Slurm:
             slurm = {"array_parallelism": self.jobs or len(group), "signal_delay_s": _SIGNAL_SECONDS, **given}
             if after is not None:
                 slurm["dependency"] = f"afterany:{ids[after.name]}"
-            try:  # an executor for each group, because parameters stay
+            try:  # one executor per group, because its parameters apply to all its jobs
                 executor = submitit.AutoExecutor(place, cluster=cluster, slurm_max_num_timeout=_REQUEUES)
                 executor.update_parameters(
                     name=f"incseg-{sweep.root.name}",
@@ -104,7 +104,7 @@ class Slurm:
             except RuntimeError as error:
                 raise UserError(f"{error}; run this on a machine that has SLURM's commands") from error
             except (ValueError, NameError, AssertionError, submitit.core.utils.FailedJobError) as error:
-                raise UserError(f"SLURM did not take the runs: {' '.join(str(error).split())[:300]}") from error
+                raise UserError(f"SLURM refused the runs: {' '.join(str(error).split())[:300]}") from error
             ids |= {task.name: job.job_id for task, job in zip(group, made, strict=True)}
             write_json(record, ids)
             what = f"step 0 of {len(group)} groups of runs" if group[0].is_base else f"{len(group)} runs"
@@ -115,7 +115,7 @@ class Slurm:
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Return the tasks by kind and by what they wait for: each group is an array of jobs. Bases come first."""
+    """Group the tasks by kind and by the task that they wait for. Each group is a job array. Bases come first."""
     groups: dict[tuple[bool, Task | None], list[Task]] = {}
     for task in sorted(tasks, key=lambda task: not task.is_base):
         groups.setdefault((task.is_base, task.after), []).append(task)

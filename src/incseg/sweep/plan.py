@@ -1,4 +1,4 @@
-"""From settings to the runs of a sweep, and an engine's work on them."""
+"""Settings to the runs of a sweep, and the work of an engine on them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Ended = Callable[[Task, Outcome], None]
 
 
 class Engine(Protocol):
-    """Something that can make runs: this machine, a Ray cluster, SLURM."""
+    """A place where runs are trained: this machine, a Ray cluster, SLURM."""
 
     def work(self, sweep: Sweep, tasks: Sequence[Task], say: Say, ended: Ended) -> None:
         """Do all tasks, each after the one that it waits for, and report each that has ended.
 
-        Raise KeyboardInterrupt if interrupted, when all runs are saved.
+        On an interruption, save all runs, then raise KeyboardInterrupt.
         """
 
 
 def job_of(config: RunConfig, name: str) -> Job:
-    """Return a run as a sweep takes it, under `name` in the sweep's folder."""
+    """Return the job for a configuration, with the folder `name` in the sweep's folder."""
     return Job(name, {key: value for key, value in config.as_dict().items() if key != "out"}, base_key(config))
 
 
 def add_jobs(sweep: Sweep, jobs: Iterable[Job]) -> None:
-    """Add runs to a sweep; where one of the same name is there already, it must have the same settings."""
+    """Add runs to a sweep. Refuse one that has the name of another run but other settings."""
     jobs, there = list(jobs), {job.name: job.config for job in sweep.jobs()}
     for job in jobs:
         require_same_settings(sweep.run(job.name), job.config)
@@ -47,12 +47,12 @@ def add_jobs(sweep: Sweep, jobs: Iterable[Job]) -> None:
 
 
 def make_runs(root: Path, jobs: Sequence[Job], engine: Engine, say: Say = print) -> Counter[State]:
-    """Make all runs of these jobs that are not finished; without jobs, all of the folder. Return the states of all."""
+    """Train the unfinished runs of these jobs, or of the whole folder without jobs. Return the states of all runs."""
     sweep = Sweep(root)
     add_jobs(sweep, jobs)
 
     def ended(task: Task, outcome: Outcome) -> None:
-        if outcome != "failed" or not task.is_base:  # each of its runs reports why
+        if outcome != "failed" or not task.is_base:  # each run of a failed base reports the reason itself
             say(report(sweep, task, outcome))
 
     engine.work(sweep, sweep.tasks(jobs), say, ended)
@@ -64,7 +64,7 @@ def report(sweep: Sweep, task: Task, outcome: Outcome) -> str:
     name = task.jobs[0].name
     if outcome == "failed":
         reason = sweep.failure(task.jobs[0])
-        return f"{name}: failed: {reason} (see {sweep.log(name)})" if reason else f"{name}: lost; {_RESUMES}"
+        return f"{name}: failed: {reason} (see {sweep.log(name)})" if reason else f"{name}: node lost; {_RESUMES}"
     if outcome != "done":
         return f"{name}: {'stopped' if outcome == 'stopped' else 'in progress elsewhere'}; {_RESUMES}"
     if task.is_base:
