@@ -466,9 +466,10 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
     nothing_there = compare_models([(constant_model([old], {0: 1.0}), Finetune()), (same, Finetune())], [batch], CPU)
     assert nothing_there["new"]["c"]["lies_on"] is None
     assert agreement(kept) == 100
-    first, second = in_words({**kept, "train_images": {"c": 5}})
+    first, second, third = in_words({**kept, "train_images": {"c": 5}})
     assert first == "old classes: all their pixels are labelled as before"
-    assert second == "warning: c is never predicted; 5 photographs are few, so add some"
+    assert second == "warning: c is never predicted; 5 photographs to learn from is little, so add some"
+    assert third.startswith("note: few held-back photographs show a new class (c 1), so its IoU here is rough")
     swallowed = compared(constant_model([old, new], {3: 1.0}))
     assert (swallowed["became_new"], swallowed["became_other"]) == (8 * rows, 0)
     assert mean_new_iou(swallowed) == pytest.approx(100 * 16 / 504, abs=0.01)
@@ -494,7 +495,7 @@ def test_changes_are_counted_outside_the_new_masks() -> None:
 def test_the_lines_on_old_and_new_classes() -> None:
     counts = {"pixels": 1000, "kept": 800, "became_new": 150, "became_other": 50}
     of_class = {**counts, "taken_by": {"bag": 150}, "iou": None}
-    bag = {"images": 4, "labelled": 90, "predicted": 80, "iou": 40.0}
+    bag = {"images": 10, "labelled": 90, "predicted": 80, "iou": 40.0}
     found = {"images": 3, "held_out": True, **counts, "classes": {"road": of_class}, "new": {"bag": bag}}
     lines = in_words({**found, "train_images": {"bag": 50}})
     assert lines[:2] == [
@@ -511,7 +512,11 @@ def test_the_lines_on_old_and_new_classes() -> None:
     weak = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "iou": 2.0}}}
     assert "bag is hardly found (IoU 2.0)" in in_words({**weak, "train_images": {"bag": 50}})[1]
     never = {**found, "kept": 1000, "classes": {}, "new": {"bag": {**bag, "predicted": 0, "iou": 0.0}}}
-    assert "only 4 held-back photographs show it" in in_words({**never, "train_images": {"bag": 50}})[1]
+    assert "look at the contact sheet" in in_words({**never, "train_images": {"bag": 50}})[1]
+    rarely = {**never, "new": {"bag": {**bag, "images": 4, "predicted": 0, "iou": 0.0}}}
+    _, warning, note = in_words({**rarely, "train_images": {"bag": 50}})
+    assert warning == "warning: bag is never predicted; test it on other photographs (incseg eval)"
+    assert "(bag 4), so its IoU here is rough" in note
 
 
 def test_a_much_better_recipe_that_was_not_allowed_is_named() -> None:
@@ -520,11 +525,11 @@ def test_a_much_better_recipe_that_was_not_allowed_is_named() -> None:
         {"recipe": "gentle", "agreement": 99.5, "iou": {"bag": 10.0}, "seconds": 1},
         {"recipe": "strong", "agreement": 98.5, "iou": {"bag": 40.0}, "seconds": 1},
     ]
-    (line,) = (line for line in in_words({**found, "tries": tries}) if line.startswith("note"))
+    (line,) = (line for line in in_words({**found, "tries": tries}) if line.startswith("note: strong"))
     assert "strong finds the new classes better, mean IoU 40.0 instead of 10.0" in line
     assert "changes 1.5 % of the old pixels; --recipe strong takes it" in line
     tries[1]["iou"] = {"bag": 12.0}
-    assert not any(line.startswith("note") for line in in_words({**found, "tries": tries}))
+    assert not any(line.startswith("note: strong") for line in in_words({**found, "tries": tries}))
 
 
 def test_a_softmax_model_uses_its_own_recipe(mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -664,6 +665,42 @@ def test_command_writes_everything(model_file, predictor, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("2 images in ")
 
 
+def test_a_folder_has_the_predictions_of_one_model_alone(model_file, tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for place, seed in (("a/x.png", 1), ("b/x.png", 2)):
+        picture(seed=seed).save(tmp_path / place)
+    out = tmp_path / "out"
+
+    def listed() -> list[tuple[str, str]]:
+        images = json.loads((out / "predictions.json").read_text())["images"]
+        return [(Path(one["file"]).parent.name, one["name"]) for one in images]
+
+    assert run(model_file, tmp_path / "a" / "x.png", "--out", out) == 0
+    first = (out / "x_mask.png").read_bytes()
+    assert run(model_file, tmp_path / "b" / "x.png", "--out", out) == 0
+    assert listed() == [("a", "x"), ("b", "x_2")]
+    assert (out / "x_mask.png").read_bytes() == first
+    assert run(model_file, tmp_path / "a" / "x.png", "--out", out) == 0  # again, with the same name
+    assert listed() == [("b", "x_2"), ("a", "x")]
+    assert len(list(out.glob("*_mask.png"))) == 2
+    before = (out / "predictions.json").read_text()
+    with pytest.raises(UserError, match="predictions of 1 other image by another model or with other options"):
+        run(model_file, tmp_path / "a" / "x.png", "--out", out, "--method.prior", "-0.5")
+    assert (out / "predictions.json").read_text() == before
+    assert run(model_file, tmp_path / "a", tmp_path / "b", "--out", out, "--method.prior", "-0.5") == 0  # all anew
+
+
+def test_files_of_others_are_not_overwritten(model_file, tmp_path):
+    picture().save(tmp_path / "a.png")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a_mask.png").write_text("drawn by hand")
+    with pytest.raises(UserError, match=r"a_mask\.png' exists and is not of incseg predict; choose another --out"):
+        run(model_file, tmp_path / "a.png", "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "a_mask.png").read_text() == "drawn by hand"
+    assert os.listdir(tmp_path / "out") == ["a_mask.png"]
+
+
 def test_broken_images_are_skipped(model_file, tmp_path, capsys):
     (tmp_path / "a\nb.jpg").write_bytes(b"no image")
     picture().save(tmp_path / "good.jpg")
@@ -799,3 +836,53 @@ def test_wrong_options(model_file, tmp_path, capsys, arguments, message):
     picture().save(tmp_path / "a.png")
     with pytest.raises(UserError, match=message):
         run(model_file, tmp_path / "a.png", "--out", tmp_path / "out", *arguments)
+
+
+@pytest.fixture
+def photograph() -> Image.Image:
+    return picture(90, 70, seed=5)
+
+
+def test_views_are_averaged(predictor, photograph):
+    """A mirrored image gives mirrored scores, so the mean over both views is the same for both."""
+    both = predictor.averaging(flip=True, scales=(1, 1.5))
+    found = both.predict(photograph, probabilities=True)
+    mirrored = both.predict(photograph.transpose(Image.Transpose.FLIP_LEFT_RIGHT), probabilities=True)
+    np.testing.assert_allclose(found.probabilities, mirrored.probabilities[..., ::-1], atol=1e-5)
+    np.testing.assert_allclose(found.probabilities.sum(0), 1, atol=1e-5)
+    assert found.labels.shape == (70, 90)
+    alone = predictor.predict(photograph, probabilities=True)
+    assert np.abs(alone.probabilities - found.probabilities).max() > 1e-3
+    one = predictor.averaging(flip=False, scales=(1,)).predict(photograph, probabilities=True)
+    np.testing.assert_array_equal(one.probabilities, alone.probabilities)
+
+
+def test_the_scores_of_views_are_averaged(predictor, photograph):
+    logits = [
+        predictor._logits(photograph.resize(size, Image.Resampling.BILINEAR), 1536) for size in ((90, 70), (180, 140))
+    ]
+    small = torch.nn.functional.interpolate(logits[0], logits[1].shape[-2:], mode="bilinear", align_corners=False)
+    found = predictor.averaging(flip=False, scales=(1, 2))._mean_logits(photograph, [(180, 140), (90, 70)], 1536)
+    torch.testing.assert_close(found, (small + logits[1]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("scales", "fault"), [((), "none"), ((0.1,), "0.1"), ((1, 5), "1, 5"), ((math.nan,), "nan"), ((1,) * 9, "1, 1, 1")]
+)
+def test_scales_are_bounded(predictor, scales, fault):
+    with pytest.raises(UserError, match=rf"scales are {fault}.*; give 1 to 8 factors from 0.25 to 4, such as 1,1.5"):
+        predictor.averaging(scales=scales)
+
+
+def test_views_on_the_command_line(model_file, tmp_path, predictor, photograph, capsys):
+    photograph.save(tmp_path / "a.png")
+    arguments = (tmp_path / "a.png", "--out", tmp_path / "out")
+    assert run(model_file, *arguments, "--flip", "--scales", "1,1.5") == 0
+    expected = predictor.averaging(scales=(1, 1.5)).predict(tmp_path / "a.png")
+    with Image.open(tmp_path / "out" / "a_mask.png") as mask:
+        assert (np.asarray(mask) == expected.ids).all()
+    about = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    assert about["views"] == {"flip": True, "scales": [1, 1.5]}
+    with pytest.raises(SystemExit):
+        run(model_file, *arguments, "--scales", "big")
+    assert "'big' is not a list of factors, such as 1,1.5" in capsys.readouterr().err

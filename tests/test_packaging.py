@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import incseg
-from incseg.cli.doctor import _REQUIRED
+from incseg.cli.doctor import _EXTRAS, _REQUIRED
 
 ROOT = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}
@@ -35,22 +35,17 @@ def declared(section: str) -> set[str]:
     return {name.lower() for name in re.findall(r'"([\w-]+)', block[1])}
 
 
+EXTRAS = ("imagenet", "tensorboard", "timm", "onnx", "hub", "wandb", "trackio", "ray", "slurm")
+
+
 def test_imports_are_declared() -> None:
-    extras = (
-        declared("imagenet")
-        | declared("tensorboard")
-        | declared("timm")
-        | declared("onnx")
-        | declared("hub")
-        | declared("ray")
-        | declared("slurm")
-    )
     imported = {DISTRIBUTIONS.get(name, name).lower() for name in imported_packages()}
-    assert imported <= declared("dependencies") | extras
+    assert imported <= declared("dependencies").union(*map(declared, EXTRAS))
 
 
 def test_the_doctor_looks_for_every_dependency() -> None:
     assert {DISTRIBUTIONS.get(name, name).lower() for name in _REQUIRED} == declared("dependencies")
+    assert {extra: set(packages) for extra, packages in _EXTRAS.items()} == {e: declared(e) for e in EXTRAS}
 
 
 def test_the_package_is_typed_and_its_version_is_the_same_everywhere() -> None:
@@ -62,6 +57,6 @@ def test_the_package_is_typed_and_its_version_is_the_same_everywhere() -> None:
 
 
 def test_the_licence_of_every_dependency_is_listed() -> None:
-    needed = set().union(*map(declared, ("dependencies", "imagenet", "tensorboard", "timm", "onnx")))
+    needed = declared("dependencies").union(*map(declared, EXTRAS))
     page = (ROOT / "docs/reference/licences.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| (\w+) \|", page, re.MULTILINE)) - {"package"} == needed

@@ -164,7 +164,8 @@ def with_onnx(predictor: Predictor, threads: int | None = None) -> Predictor:
     """Return the same predictor with its network run by onnxruntime."""
     network = OnnxNetwork(to_onnx(predictor), threads)
     file, method = Path(predictor.info["file"]), predictor.info["method"]["name"]
-    return predictor_of(network, network.about, predictor.runtime, file, method)
+    converted = predictor_of(network, network.about, predictor.runtime, file, method)
+    return converted.averaging(predictor.flip, predictor.scales)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from incseg.methods.base import Method
 from incseg.models.files import load_segmenter
 from incseg.models.onnx_file import OnnxNetwork, read_onnx
 from incseg.models.segmenter import Segmenter
+from incseg.models.segmenter import resized as resize_map
 from incseg.report.draw import label_counts, overlay, palette_image, uncertainty_image
 from incseg.types import BACKGROUND, Increment, UserError
 
@@ -38,6 +39,10 @@ LONGEST_ENLARGED = 8
 
 MOST_BYTES = 4 << 30
 """Limit on the bytes of the pixels of an image, of its scores, and of its probabilities."""
+
+SCALES = (0.25, 4.0)
+"""Smallest and largest factor of the input size of a view."""
+MOST_SCALES = 8
 
 ONNX_SUFFIX = ".onnx"
 
@@ -144,6 +149,7 @@ class Predictor:
     increments:            the classes of each step.
     info:                  metadata of the model: file, step, network, method, protocol, test size.
     deadline:              time.monotonic() at which a prediction in progress is aborted; None for no limit.
+    flip, scales:          the views of an image whose scores are averaged; see `averaging`.
 
     Example:
         >>> model = incseg.load("runs/mine")
@@ -162,6 +168,8 @@ class Predictor:
     palette: np.ndarray = field(repr=False)
     info: dict[str, Any] = field(repr=False)
     deadline: float | None = field(default=None, repr=False)
+    flip: bool = field(default=False, repr=False)
+    scales: tuple[float, ...] = field(default=(1.0,), repr=False)
 
     @property
     def increments(self) -> Sequence[Increment]:
@@ -181,6 +189,19 @@ class Predictor:
         """Return the same network with other options of its method, such as balancing="odds"."""
         settings = {**self.info["method"], **options}
         return replace(self, method=build_method(settings), info={**self.info, "method": settings})
+
+    def averaging(self, flip: bool = True, scales: Sequence[float] = (1.0,)) -> Predictor:
+        """Return the same network that averages its scores over several views of an image: better, and slower.
+
+        flip:   also show the image mirrored.
+        scales: factors of the input size, such as (1, 1.5); each takes a pass, with `flip` two.
+        """
+        if not 1 <= len(scales) <= MOST_SCALES or not all(SCALES[0] <= scale <= SCALES[1] for scale in scales):
+            raise UserError(
+                f"scales are {', '.join(f'{scale:g}' for scale in scales) or 'none'}; give 1 to {MOST_SCALES} factors "
+                f"from {SCALES[0]:g} to {SCALES[1]:g}, such as 1,1.5"
+            )
+        return replace(self, flip=flip, scales=tuple(scales))
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
@@ -255,12 +276,12 @@ class Predictor:
         if size < 0:
             raise UserError(f"size is {size}; give the shorter side in pixels, or 0 for the image as it is")
         rgb = open_image(image)
-        width, height = _network_size(rgb.width, rgb.height, size)
+        sizes = [_network_size(*rgb.size, size and max(1, round(scale * size)), scale) for scale in self.scales]
+        width, height = max(sizes)
         shown = min(1.0, (longest or math.inf) / max(rgb.size))  # the share of each side that the result has
         pixels = rgb.width * rgb.height * shown**2
         self._require_memory(size, width, height, int(pixels * len(self.classes)) if probabilities else 0)
-        resized = rgb if (width, height) == rgb.size else rgb.resize((width, height), Image.Resampling.BILINEAR)
-        logits = self._logits(resized, TILE if tile is None else tile)
+        logits = self._mean_logits(rgb, sorted(sizes, reverse=True), TILE if tile is None else tile)
         self._require_finite(logits)
         if longest is not None and longest < max(rgb.size):
             rgb.thumbnail((longest, longest))
@@ -292,6 +313,21 @@ class Predictor:
     def _check_deadline(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise FileError("the image", "its prediction takes too long", "shrink or cut it")
+
+    @torch.inference_mode()
+    def _mean_logits(self, rgb: Image.Image, sizes: Sequence[tuple[int, int]], tile: int) -> Tensor:
+        """Return the mean of the (1, C, h, w) logits over all views, on the grid of the first of these sizes."""
+        mean: Tensor | None = None
+        for width, height in sizes:
+            resized = rgb if (width, height) == rgb.size else rgb.resize((width, height), Image.Resampling.BILINEAR)
+            for mirrored in (False, True) if self.flip else (False,):
+                view = resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else resized
+                logits = self._logits(view, tile)
+                logits = logits.flip(-1) if mirrored else logits
+                mean = logits if mean is None else mean.add_(resize_map(logits, mean.shape[-2:]))
+        assert mean is not None
+        views = len(sizes) * (1 + self.flip)
+        return mean if views == 1 else mean.div_(views)
 
     @torch.inference_mode()
     def _logits(self, image: Image.Image, tile: int) -> Tensor:
@@ -543,10 +579,15 @@ def _palette(about: dict[str, Any], ids: Sequence[int]) -> np.ndarray:
     return voc_palette()[list(ids)]
 
 
-def _network_size(width: int, height: int, size: int) -> tuple[int, int]:
-    """Return (width, height) of the network's input for an image."""
+def _network_size(width: int, height: int, size: int, scale: float = 1.0) -> tuple[int, int]:
+    """Return (width, height) of the network's input for an image whose shorter side becomes `size`.
+
+    scale: factor of the image if its size is not changed otherwise, that is if `size` is 0.
+    """
+    if size == 0:
+        size = max(1, round(scale * min(width, height)))
     short, long = sorted((width, height))
-    if size == 0 or short == size:
+    if short == size:
         return width, height
     if size / short > max(1.0, LONGEST_ENLARGED * size / long):
         size, short = max(long, LONGEST_ENLARGED * size), long

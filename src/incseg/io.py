@@ -360,6 +360,12 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 image", "2 images", "3 classes"."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def first_few(names: Iterable[object], most: int = 3) -> str:
     """Return the first names of a list for a message: "a, b, c, …"."""
     texts = [str(name) for name in names]

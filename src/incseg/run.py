@@ -36,7 +36,7 @@ from incseg.engine.runtime import Runtime, seed_everything, started
 from incseg.engine.step_cache import StepCache
 from incseg.engine.trainer import TrainConfig, Trainer
 from incseg.engine.warm_start import WarmStart
-from incseg.io import cache_path, tensors_digest, write_json
+from incseg.io import cache_path, counted, tensors_digest, write_json
 from incseg.methods import build_method
 from incseg.methods.analytic import Analytic
 from incseg.methods.base import Method
@@ -177,10 +177,12 @@ class Setup:
         assert self.warm_start is not None
         improved = self.warm_start.improved
         known = [*self.warm_start.classes, *improved]
-        lines = [f"{self.warm_start.file} knows {len(known)} classes: {', '.join(known)}"]
+        lines = [f"{self.warm_start.file} knows {counted(len(known), 'class')}: {', '.join(known)}"]
         new = {name: self.class_images[name] for name in self.protocol.steps[-1].names}
         for what, names in (("improves", improved), ("adds", [name for name in new if name not in improved])):
-            counts = [f"{name} ({new[name][0]} images to learn from, {new[name][1]} held back)" for name in names]
+            counts = [
+                f"{name} ({counted(new[name][0], 'image')} to learn from, {new[name][1]} held back)" for name in names
+            ]
             lines += [f"{what}: {', '.join(counts)}"] if counts else []
         for name, (train, _) in new.items():
             if train == 0:
@@ -431,4 +433,5 @@ def _other_images(trained: dict[str, Any], row: dict[str, Any]) -> list[str]:
     was, now = trained.get("test_images"), row["test_images"]
     if was in (None, now):
         return []
-    return [f"warning: this test has {now} images, that after training had {was}: their figures cannot be compared"]
+    shown = counted(now, "image")
+    return [f"warning: this test has {shown}, that after training had {was}: their figures cannot be compared"]

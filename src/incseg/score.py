@@ -18,7 +18,7 @@ from incseg.data.extended import folded
 from incseg.data.source import Source, Split
 from incseg.engine.progress import show_progress
 from incseg.inference import Predictor
-from incseg.io import first_few
+from incseg.io import counted, first_few
 from incseg.metrics import boundary_counts, boundary_iou, confusion_counts, iou, percent
 from incseg.types import BACKGROUND, IGNORE, UserError
 
@@ -80,7 +80,9 @@ def score(predictor: Predictor, source: Source, splits: Sequence[Split]) -> dict
 
 def score_table(found: dict[str, Any]) -> Table:
     """Return a table with one row per class, and their mean."""
-    table = Table(title=Text(f"IoU on {found['images']} photographs"), title_justify="left", header_style="bold")
+    table = Table(
+        title=Text(f"IoU on {counted(found['images'], 'photograph')}"), title_justify="left", header_style="bold"
+    )
     table.add_column("class")
     table.add_column("photographs", justify="right")
     table.add_column("IoU", justify="right")

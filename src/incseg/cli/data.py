@@ -19,7 +19,7 @@ from incseg.data.presence import Progress as Callback
 from incseg.data.presence import joined
 from incseg.data.sheet import contact_sheet, require_own_sheet, save_sheet
 from incseg.data.source import SPLITS, Source
-from incseg.io import require_file_name
+from incseg.io import counted, require_file_name
 from incseg.types import BACKGROUND, IGNORE, UserError
 
 HELP = "check: read a dataset and list every fault; convert: write it in another format; export: as a folder"
@@ -84,7 +84,7 @@ def _write(args: argparse.Namespace, source: Source, console: Console, progress:
     else:
         to, written = args.to, convert(source, args.to, args.out, splits, args.limit, args.tolerance, progress)
     what = "masks" if to == FOLDER else "labels"
-    where = f"{written} images with {what} in {args.out}; use them with --data {to} --root {args.out}"
+    where = f"{counted(written, 'image')} with {what} in {args.out}; use them with --data {to} --root {args.out}"
     _print(console, where)
     return 0
 
@@ -93,7 +93,10 @@ def _show(console: Console, source: Source, report: Report, sheet: Path | None, 
     void = source.void if isinstance(source, FileSource) else IGNORE
     _print(console, _table(source, report))
     for split, counts in report.counts.items():
-        _print(console, f"{split}: {counts.images} images, {len(counts.unlabelled)} with background or void only")
+        _print(
+            console,
+            f"{split}: {counted(counts.images, 'image')}, {len(counts.unlabelled)} with background or void only",
+        )
     if report.classes_without_image:
         _print(console, f"no image shows: {', '.join(report.classes_without_image)}")
     _print(console, f"the masks are read as: {values_line(source.info, void)}")

@@ -25,6 +25,8 @@ _EXTRAS = {
     "timm": ("timm",),
     "onnx": ("onnx", "onnxruntime"),
     "hub": ("huggingface_hub",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
     "ray": ("ray",),
     "slurm": ("submitit",),
 }

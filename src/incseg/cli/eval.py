@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from incseg import hub
+from incseg.cli.main import add_common
 from incseg.cli.settings import method_overrides
 from incseg.config import RunConfig, load_run_config, method_options
 from incseg.data import build_source
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", choices=["train", "val", "all"],
         help="with --data: which of its photographs (default: val, or all if the dataset does not define val)",
     )  # fmt: skip
+    add_common(parser, "--flip", "--scales")
     parser.add_argument(
         "--method", metavar="NAME", help="package.module:Class, for models trained by a method of your own"
     )
@@ -58,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.data is not None:
         return _on_other_photographs(args)
-    if args.split is not None:
-        raise UserError("--split is for --data NAME --root DIR; give both, or leave it out")
+    views = (("--split", args.split is not None), ("--flip", args.flip), ("--scales", args.scales != (1.0,)))
+    if wrong := [flag for flag, given in views if given]:
+        raise UserError(f"{wrong[0]} is for --data NAME --root DIR; give both, or leave it out")
     if hub.is_address(args.run):
         raise UserError(f"'{args.run}' comes without its dataset; give photographs to test on: --data and --root")
     config = load_run_config(args.run)
@@ -90,6 +93,7 @@ def _on_other_photographs(args: argparse.Namespace) -> int:
     options = method_overrides("incseg eval", predictor.info["method"]["name"], args.unknown)
     if options:
         predictor = predictor.with_options(**options)
+    predictor = predictor.averaging(args.flip, args.scales)
     splits = splits_to_test(source, args.split)
     console = Console(stderr=args.json, highlight=False)
     with showing(Screen(console)):

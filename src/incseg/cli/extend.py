@@ -16,6 +16,7 @@ from incseg.cli.settings import parse_extension
 from incseg.engine.rundir import RunDir
 from incseg.engine.runtime import is_main_process
 from incseg.extension import AUTO, RECIPES, SETTINGS, Plan, Request, extend
+from incseg.io import counted
 from incseg.report.extension import CLASS_HEADS, class_rows, in_words, try_heads, try_rows, where
 
 HELP = "add classes of your own photographs to a model; its old data is not needed"
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, markup=False, soft_wrap=True)
     known = [*report["classes"], *report["new"]]
     for line in (
-        f"{RunDir(out).model(1)} knows {len(known)} classes: {', '.join(known)}",
+        f"{RunDir(out).model(1)} knows {counted(len(known), 'class')}: {', '.join(known)}",
         f"next: incseg predict {out} IMAGE… --out DIR   or   incseg demo {out} --open",
     ):
         console.print(line, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ import incseg
 from incseg.data.folder import read_classes
 from incseg.data.source import voc_palette
 from incseg.engine.trainer import TrainConfig
-from incseg.io import require_known
+from incseg.io import counted, require_known
 from incseg.methods import METHODS
 from incseg.methods.base import CROSS_ENTROPY
 from incseg.methods.evidential import Evidential
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot write {file} ({error}); choose another --out") from error
     known = [name for increment in model.increments for name in increment.classes]
-    print(f"{file}: {model.config.backbone}, {len(known)} classes: {', '.join(known)}")
+    print(f"{file}: {model.config.backbone}, {counted(len(known), 'class')}: {', '.join(known)}")
     print(faithful)
     return 0
 

@@ -118,6 +118,13 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+def _scales(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of factors, such as 1,1.5") from None
+
+
 _COMMON: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL", "help": "run folder, a folder of its steps/, or a .safetensors model"},
     "runs": {
@@ -129,6 +136,13 @@ _COMMON: dict[str, dict[str, Any]] = {
     "--method": {"metavar": "NAME", "help": "package.module:Class, for models trained by a method of your own"},
     "--device": {"default": "auto", "help": "cpu, cuda, cuda:N, mps or auto (default: auto)"},
     "--threads": {"type": int, "help": "CPU threads of torch (default: torch's own choice)"},
+    "--flip": {"action": "store_true", "help": "average with the mirrored image: better, in twice the time"},
+    "--scales": {
+        "type": _scales,
+        "default": (1.0,),
+        "metavar": "F,F",
+        "help": "average over these factors of the input size, such as 1,1.5: better, and slower",
+    },
 }
 
 

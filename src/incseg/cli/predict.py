@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from incseg.cli.main import is_out_of_memory
+from incseg.cli.main import add_common, is_out_of_memory
 from incseg.cli.settings import check_method_options, method_overrides
 from incseg.data.convert import TOLERANCE_HELP, WRITERS, require_tolerance
 from incseg.data.files import FileError, image_size
@@ -30,7 +30,7 @@ from incseg.data.source import voc_palette
 from incseg.data.writing import require_new
 from incseg.export import with_onnx
 from incseg.inference import ONNX_SUFFIX, TILE, Predictor, Result, distinct_name, images_among, load, open_image
-from incseg.io import write_json
+from incseg.io import counted, read_json, write_json
 from incseg.types import UserError
 
 HELP = "segment images with a trained model: masks, uncertainty, overlays"
@@ -45,6 +45,8 @@ _PREDICTED = "predicted"
 """Key of the file that holds predicted labels until images are ranked."""
 _FAST = 1
 """Compression of these files."""
+RESULTS = "predictions.json"
+"""The list of what a folder has: model, classes, and the images in order."""
 _Made = TypeVar("_Made")
 
 
@@ -59,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tile", type=int, default=TILE, metavar="N", help=f"predict larger images in tiles (default: {TILE})"
     )
+    add_common(parser, "--flip", "--scales")
     parser.add_argument(
         "--method", metavar="NAME", help="of a model trained by your own package.module:Class: its name"
     )
@@ -91,22 +94,30 @@ def run(args: argparse.Namespace) -> int:
     files = find_images(args.images, args.out)
     as_labels = _labels_wanted(args)
     predictor = _predictor(args)
+    about = _about(predictor)
+    earlier = [] if as_labels else _earlier(args.out, about, files)
+    names = _names(files, earlier)
+    if not (as_labels or (args.out / RESULTS).exists()):
+        _require_free(args.out, names)
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    earlier = [one for one in earlier if one["file"] not in set(map(_readable, files))]
+    if not as_labels:
+        write_json(args.out / RESULTS, {**about, "images": earlier, "skipped": []})  # marks the folder as ours
     with _place_of_results(args, as_labels) as place:
         is_background = not predictor.method.background_output
         write = partial(_save_labels if as_labels else _write, is_background=is_background)
-        outcomes = _predict_all(predictor, files, args, write, place)
+        outcomes = _predict_all(predictor, dict(zip(files, names, strict=True)), args, write, place)
         done = [outcome for outcome in outcomes if "error" not in outcome]
         skipped = [outcome for outcome in outcomes if "error" in outcome]
         if as_labels:
             of_file = zip(files, outcomes, strict=True)
             done = _write_labels(predictor, [pair for pair in of_file if "error" not in pair[1]], args)
-    write_json(args.out / "predictions.json", {**_about(predictor), "images": done, "skipped": skipped})
+    write_json(args.out / RESULTS, {**about, "images": [*earlier, *done], "skipped": skipped})
     seconds = time.monotonic() - began
     rate = f" ({len(done) / seconds:.1f} img/s)" if done else ""
     left_out = f"; {len(skipped)} skipped" if skipped else ""
-    print(f"{len(done)} image{'s' * (len(done) != 1)} in {seconds:.1f} s{rate}, in {args.out}{left_out}")
+    print(f"{counted(len(done), 'image')} in {seconds:.1f} s{rate}, in {args.out}{left_out}")
     return 1 if skipped else 0
 
 
@@ -119,7 +130,39 @@ def _predictor(args: argparse.Namespace) -> Predictor:
     if args.unknown:
         name = str(predictor.info["method"]["name"])
         predictor = predictor.with_options(**method_overrides("incseg predict", name, args.unknown))
+    predictor = predictor.averaging(args.flip, args.scales)
     return with_onnx(predictor, args.threads) if converted else predictor
+
+
+def _earlier(out: Path, about: dict[str, Any], files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return what an earlier call wrote to this folder. Refuse results of another model that would remain there."""
+    try:
+        found = read_json(out / RESULTS)
+        images = [one for one in found["images"] if isinstance(one["file"], str) and isinstance(one["name"], str)]
+    except (UserError, OSError, KeyError, TypeError):
+        return []  # nothing there, or nothing that can be read
+    remaining = {one["file"] for one in images} - set(map(_readable, files))
+    if remaining and any(found.get(key) != value for key, value in about.items()):
+        others = counted(len(remaining), "other image")
+        raise UserError(
+            f"--out '{out}' has predictions of {others} by another model or with other options; choose another --out"
+        )
+    return images
+
+
+def _names(files: Sequence[Path], earlier: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a distinct name for the results of each file: that of an earlier call, if there was one."""
+    known = {one["file"]: one["name"] for one in earlier}
+    taken = {name.casefold() for name in known.values()}
+    return [known.get(_readable(file)) or distinct_name(file.stem, taken) for file in files]
+
+
+def _require_free(out: Path, names: Iterable[str]) -> None:
+    """Refuse to overwrite files in a folder that `incseg predict` did not write."""
+    for name in names:
+        for file in (out / f"{name}_{kind}" for kind in ("mask.png", "uncertainty.png", "overlay.png")):
+            if file.exists():
+                raise UserError(f"'{file}' exists and is not of incseg predict; choose another --out")
 
 
 def _labels_wanted(args: argparse.Namespace) -> bool:
@@ -140,7 +183,7 @@ def _labels_wanted(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def _place_of_results(args: argparse.Namespace, as_labels: bool) -> Iterator[Path]:
-    """Give the folder that results are written to; labels wait elsewhere until all images are ranked."""
+    """Yield the folder that results are written to; labels are in a temporary one until all images are ranked."""
     if not as_labels:
         yield args.out
         return
@@ -186,14 +229,16 @@ def _write_labels(
 
 
 def _predict_all(
-    predictor: Predictor, files: Sequence[Path], args: argparse.Namespace,
+    predictor: Predictor, named: Mapping[Path, str], args: argparse.Namespace,
     write: Callable[[Result, Path, str], dict[str, Any]], place: Path,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What came of each file, in their order. The network computes here, while other threads read and write: Pillow
-    lets go of Python's lock while it decodes and encodes."""
+    """Return the outcome of each file, in their order. The network computes here, while other threads read and write:
+    Pillow releases Python's lock while it decodes and encodes.
+
+    named: the files with the names of their results.
+    """
+    files, names = list(named), list(named.values())
     outcomes: list[dict[str, Any]] = [{"file": _readable(file)} for file in files]
-    taken: set[str] = set()
-    names = [distinct_name(file.stem, taken) for file in files]
     writing: deque[tuple[int, Future[dict[str, Any]]]] = deque()
     ahead = 0 if any(map(_is_large, files)) else _AHEAD
     # Probabilities are too big to wait in memory for their turn.
@@ -310,6 +355,7 @@ def _about(predictor: Predictor) -> dict[str, Any]:
         "model": _readable(predictor.info["file"]),
         "step": predictor.info["step"],
         "method": predictor.info["method"],
+        "views": {"flip": predictor.flip, "scales": list(predictor.scales)},
         "classes": [{"id": id_, "name": name, "colour": colour} for id_, name, colour in rows],
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from incseg.cli.main import add_common
 from incseg.engine.rundir import model_file
-from incseg.io import require_file_name, require_known
+from incseg.io import counted, require_file_name, require_known
 from incseg.models.files import load_segmenter, save_segmenter
 from incseg.types import UserError
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     left, gone, near = remove(args.model, args.classes, args.out, args.step)
-    print(f"{args.out} knows {len(left)} classes: {', '.join(left)}")
+    print(f"{args.out} knows {counted(len(left), 'class')}: {', '.join(left)}")
     if near:
         print(f"where {', '.join(gone)} was found, {', '.join(near)} may change a little; all else stays as it is")
     print(f"next: incseg predict {args.out} IMAGE… --out DIR")

@@ -14,7 +14,7 @@ import incseg
 from incseg.cli.main import add_common
 from incseg.config import usual_settings
 from incseg.gallery import cached_models, extension_block, report_blocks
-from incseg.io import remove_temporary, write_text
+from incseg.io import counted, remove_temporary, write_text
 from incseg.report.page import (
     FIGURES_FOLDER,
     PageSection,
@@ -115,7 +115,7 @@ def _about(records: Sequence[RunRecord]) -> str:
     runs = [record for record in records if record.retest is None]
     methods = ", ".join(f"`{name}`" for name in sorted({record.method for record in runs}))
     seeds = ", ".join(str(seed) for seed in sorted({record.seed for record in runs}))
-    return f"{len(runs)} run{'s' * (len(runs) != 1)} of {methods}; seed{'s' * (',' in seeds)} {seeds}."
+    return f"{counted(len(runs), 'run')} of {methods}; seed{'s' * (',' in seeds)} {seeds}."
 
 
 def _footer(args: argparse.Namespace, began: float) -> str:

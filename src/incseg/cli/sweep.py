@@ -20,7 +20,7 @@ from rich.text import Text
 from incseg.cli.settings import lengthen, parse_run
 from incseg.engine.progress import figures_line, showing
 from incseg.engine.rundir import InUse, flatten
-from incseg.io import read_json, read_yaml
+from incseg.io import counted, read_json, read_yaml
 from incseg.run import train
 from incseg.sweep.attempt import IN_USE, end_with_parent
 from incseg.sweep.cost import estimate
@@ -270,4 +270,4 @@ def _last_line(file: Path) -> str:
 
 def in_words(states: Counter[State]) -> str:
     runs = sum(states.values())
-    return f"{runs} run{'s' if runs != 1 else ''}: " + ", ".join(f"{states[s]} {s}" for s in STATES if states[s])
+    return f"{counted(runs, 'run')}: " + ", ".join(f"{states[s]} {s}" for s in STATES if states[s])

@@ -45,6 +45,7 @@ from incseg.data.folder import IMAGE_SUFFIXES, chosen_splits, first_three, read_
 from incseg.data.json_parts import BROKEN, MOST_BYTES
 from incseg.data.outlines import Patch, Ring, area, fill_all, pixels_of_runs
 from incseg.data.source import Split
+from incseg.io import counted
 from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 Size = tuple[int, int]
@@ -232,7 +233,7 @@ class Annotated(FileSource):
             )
         if (rest or train) and (val or test):
             if val and test:
-                self.notes.append(f"{self.format}: {len(test)} images of the test set are left out")
+                self.notes.append(f"{self.format}: {counted(len(test), 'image')} of the test set left out")
             return {"train": rest + train, "val": val or test}
         named = {self._name(item.image): item for item in [*rest, *train, *val, *test]}
         if len(named) < len(rest + train + val + test):

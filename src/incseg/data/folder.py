@@ -21,7 +21,7 @@ from incseg.data.files import (
 )
 from incseg.data.presence import Progress
 from incseg.data.source import SPLITS, Source, Split
-from incseg.io import first_few, replacing, write_text
+from incseg.io import counted, first_few, replacing, write_text
 from incseg.types import IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
@@ -99,14 +99,14 @@ def chosen_splits(
     if train is None and val is None:
         train, val = hash_split(images)
         notes.append(
-            f"{kind}: no train.txt or val.txt, so a hash of the names chose {len(train)} images for "
+            f"{kind}: no train.txt or val.txt, so a hash of the names chose {counted(len(train), 'image')} for "
             f"training and {len(val)} for testing"
         )
     elif train is None or val is None:
         missing = "train" if train is None else "val"
         given = set(train or val or ())
         rest = [name for name in images if name not in given]
-        notes.append(f"{kind}: no {missing}.txt, so {missing} is the {len(rest)} images left over")
+        notes.append(f"{kind}: no {missing}.txt, so {missing} is the {counted(len(rest), 'image')} left over")
         train, val = (rest, val) if train is None else (train, rest)
     if not train:
         raise UserError(f"'{root}' has no image left for training; correct train.txt and val.txt")

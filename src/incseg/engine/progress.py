@@ -23,6 +23,7 @@ from rich.text import Text
 
 from incseg.data.loaders import Loaded
 from incseg.engine.runtime import is_main_process
+from incseg.io import counted
 from incseg.metrics import FIGURES, percent
 
 log = logging.getLogger("incseg")
@@ -242,8 +243,8 @@ def never_predicted(row: Mapping[str, Any], class_images: ClassImages) -> list[s
     for name, share in row["iou"].items():
         trained, tested = class_images.get(name, (0, 0))
         if share == 0 and trained and tested:
-            reason = f"{trained} photographs are few, so add some" if trained < 20 else "its objects may be too small"
-            lines.append(
-                f"warning: {name} was not found on any of {tested} photographs: {reason}, or try twice the size"
-            )
+            few = f"{counted(trained, 'photograph')} to learn from is little, so add some"
+            reason = few if trained < 20 else "its objects may be too small"
+            shown = counted(tested, "photograph")
+            lines.append(f"warning: {name} was not found on any of {shown}: {reason}, or try twice the size")
     return lines

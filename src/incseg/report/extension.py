@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from incseg.io import counted
 from incseg.metrics import MAY_GIVE_WAY, MOST_LOST, agreement, hosts, percent, unchanged
 
 NOTHING_LOST = 0.5
@@ -18,8 +19,8 @@ WORSE_BY = 2.0
 """Points of IoU that an old class must lose to be named."""
 FEW = 20
 """Advise more photographs if a class has fewer to learn from."""
-FEW_TESTED = 5
-"""Advise another test if a class has fewer held-back photographs."""
+FEW_TESTED = 10
+"""An IoU is rough if fewer held-back photographs show its class."""
 MUCH_BETTER = 5.0
 """Points of mean IoU by which a recipe that the rule excludes must be better to be named."""
 MOST_UNSEEN = 3
@@ -32,7 +33,7 @@ CLASS_HEADS = ("class", "", "photographs", "unchanged", "IoU before", "IoU")
 
 def where(report: dict[str, Any]) -> str:
     kind = "held-back" if report["held_out"] else "training"
-    return f"{report['images']} {kind} photographs"
+    return counted(report["images"], f"{kind} photograph")
 
 
 def class_rows(report: dict[str, Any]) -> list[list[str]]:
@@ -156,13 +157,20 @@ def _of_the_new(report: dict[str, Any]) -> list[str]:
             )
         learnt_from = train_images.get(name, 0)
         if learnt_from < FEW:
-            advice = f"{learnt_from} photographs are few, so add some"
+            advice = f"{counted(learnt_from, 'photograph')} to learn from is little, so add some"
         elif 0 < of_class["images"] < FEW_TESTED:
-            advice = f"only {of_class['images']} held-back photographs show it, so test it on others (incseg eval)"
+            advice = "test it on other photographs (incseg eval)"
         else:
             advice = "its objects may be too small or its masks wrong: look at the contact sheet"
         if of_class["predicted"] == 0 and of_class["images"]:
             lines.append(f"warning: {name} is never predicted; {advice}")
         elif of_class["iou"] is not None and of_class["iou"] < HARDLY:
             lines.append(f"warning: {name} is hardly found (IoU {of_class['iou']:.1f}); {advice}")
+    rough = {name: of_new["images"] for name, of_new in report["new"].items() if 0 < of_new["images"] < FEW_TESTED}
+    if rough and report["held_out"]:
+        shown = ", ".join(f"{name} {number}" for name, number in rough.items())
+        lines.append(
+            f"note: few held-back photographs show a new class ({shown}), so its IoU here is rough; incseg eval tests "
+            "it on other photographs"
+        )
     return lines

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from incseg.io import counted
 from incseg.metrics import FIGURES
 from incseg.report.published import PUBLISHED, SOURCES, UNRANKED, Column, Published, family_of, family_rank
 from incseg.report.runs import ALL_FIGURES, RunRecord, options_text
@@ -187,8 +188,8 @@ def apart_line(apart: Sequence[RunRecord]) -> str | None:
     """Return a line with the number of records left out; None if there are none."""
     tests = sum(record.retest is not None for record in apart)
     runs = len(apart) - tests
-    counts = [f"{runs} run{'s' * (runs != 1)} below {ABLATIONS}/"] if runs else []
-    counts += [f"{tests} test{'s' * (tests != 1)} with other inference options"] if tests else []
+    counts = [f"{counted(runs, 'run')} below {ABLATIONS}/"] if runs else []
+    counts += [f"{counted(tests, 'test')} with other inference options"] if tests else []
     return f"{' and '.join(counts)} left out; --everything shows all" if counts else None
 
 
@@ -404,8 +405,8 @@ def origin_line(records: Iterable[RunRecord]) -> str:
     hours = sum(record.seconds for record in records) / 3600
     threads = sorted({record.threads for record in records})
     return (
-        f"{runs} run{'s' * (runs != 1)}"
-        + (f" and {tests} test{'s' * (tests != 1)} with other inference options" if tests else "")
+        f"{counted(runs, 'run')}"
+        + (f" and {counted(tests, 'test')} with other inference options" if tests else "")
         + f", {hours:.1f} hours in all (a step that several runs share counts in each), "
         f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}; "
         f"commits {', '.join(sorted({record.commit for record in records}))}; "

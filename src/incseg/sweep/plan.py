@@ -9,7 +9,7 @@ from typing import Protocol
 
 from incseg.config import RunConfig, base_key, differing_settings, require_same_settings
 from incseg.engine.progress import figures_line
-from incseg.io import read_record
+from incseg.io import counted, read_record
 from incseg.sweep.attempt import Outcome
 from incseg.sweep.folder import Job, State, Sweep, Task
 from incseg.types import UserError
@@ -68,7 +68,7 @@ def report(sweep: Sweep, task: Task, outcome: Outcome) -> str:
     if outcome != "done":
         return f"{name}: {'stopped' if outcome == 'stopped' else 'in progress elsewhere'}; {_RESUMES}"
     if task.is_base:
-        return f"{name}: step 0 is trained, for {len(task.jobs)} runs"
+        return f"{name}: step 0 is trained, for {counted(len(task.jobs), 'run')}"
     results = read_record(sweep.run(name).results)
     return f"{name}: done in {results['seconds']:.0f} s, {figures_line(results['final'])}"
 
