@@ -418,7 +418,7 @@ def test_the_command_removes_and_overwrites_nothing(tmp_path: Path, capsys: pyte
     )
     assert main(["remove", str(file), "--classes", "b,c", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "knows 1 classes: a" in said
+    assert "knows 1 class: a" in said
     assert "may change" not in said
     assert main(["remove", str(file), "--classes", "a", "--out", str(tmp_path / "other.safetensors")]) == 0
     assert "where a was found, c may change a little" in capsys.readouterr().out

@@ -250,7 +250,7 @@ def test_convert_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made_coco(one_image(tmp_path / "mine"))
     argv = ["data", "convert", "--data", "auto", "--root", "mine", "--to", "labelme", "--out", "new"]
     assert main(argv) == 0
-    assert "1 images with labels in new; use them with --data labelme --root new" in capsys.readouterr().out
+    assert "1 image with labels in new; use them with --data labelme --root new" in capsys.readouterr().out
     assert main(argv) == 2
     assert "'new' exists and is not an empty folder; choose a new one" in capsys.readouterr().err
     for wrong, message in (

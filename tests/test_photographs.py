@@ -319,7 +319,7 @@ def test_photographs_that_have_moved(made: Path, tmp_path: Path, capsys: pytest.
     assert "warning" not in capsys.readouterr().out
     (photos / "val.txt").write_text("turned\n")
     assert main(["eval", str(run), "--root", str(photos), "--threads", "1"]) == 0
-    assert "this test has 1 images" in capsys.readouterr().out
+    assert "this test has 1 image" in capsys.readouterr().out
 
 
 def test_what_is_not_a_photograph_is_skipped_with_a_reason(
