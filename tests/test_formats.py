@@ -344,9 +344,9 @@ def test_coco_reports_what_it_leaves_out(tmp_path: Path) -> None:
     assert "1 annotations refer to no image" in notes
     report = check(source)
     assert report.ok
-    assert "1 polygons with fewer than 3 points are left out, in 1 images ('0')" in report.notes
-    assert "1 polygons outside the image are left out, in 1 images ('0')" in report.notes
-    assert "1 objects with a box but no outline are left out, in 1 images ('0')" in report.notes
+    assert "left out: polygons with fewer than 3 points, 1 in 1 image ('0')" in report.notes
+    assert "left out: polygons outside the image, 1 in 1 image ('0')" in report.notes
+    assert "left out: objects with a box but no outline, 1 in 1 image ('0')" in report.notes
     [split] = [split for split in SPLITS if "0" in source.names(split)]
     mask = source.mask(split, list(source.names(split)).index("0"))
     assert (mask[:5, :20] == 2).all(), "a polygon is cut to the image"
@@ -498,7 +498,7 @@ def test_labelme_shapes(tmp_path: Path) -> None:
     assert (mask[28:] == 255).all()
     assert "1 of 2 images have no labels yet and are left out ('images/not yet.jpg')" in " ".join(source.notes)
     assert "'__ignore__' is read as not annotated" in " ".join(source.notes)
-    assert "1 shapes of the kind 'line' are left out, in 1 images ('0')" in check(source).notes
+    assert "left out: shapes of the kind 'line', 1 in 1 image ('0')" in check(source).notes
 
 
 def test_a_mask_larger_than_its_image_is_refused_before_it_is_decoded(tmp_path: Path) -> None:

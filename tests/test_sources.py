@@ -219,7 +219,7 @@ def test_voc_takes_val_masks_from_either_folder(tmp_path: Path) -> None:
 def test_voc_reports_images_in_both_splits(tmp_path: Path) -> None:
     voc = make_voc(tmp_path)
     write_text(voc / "ImageSets/Segmentation/train_aug.txt", "a\nc\n")
-    assert any("1 images are in train and in val" in note for note in VOC(voc).notes)
+    assert any("1 image both in train and in val" in note for note in VOC(voc).notes)
 
 
 def test_a_size_mismatch_names_both_sizes(tmp_path: Path) -> None:

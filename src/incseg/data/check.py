@@ -36,7 +36,7 @@ from incseg.data.files import BOXES, COLOURS, MISSING, SIZES, UNNAMED, UNREADABL
 from incseg.data.folder import Folder, first_three
 from incseg.data.presence import PixelCounts, Progress, as_seen_by, histogram, in_threads, joined, pixel_counts, store
 from incseg.data.source import SPLITS, Source, Split
-from incseg.io import first_few
+from incseg.io import counted, first_few
 from incseg.types import BACKGROUND, IGNORE, DatasetInfo, UserError
 
 _MOST_VALUES = 8
@@ -231,8 +231,8 @@ def _numbering(pixels: PixelCounts, classes: Sequence[str], void: int) -> tuple[
 
 def _unlike_background(pixels: PixelCounts, first: str) -> str | None:
     """Return why 0 does not look like a background but like the first class; None where it looks like a background."""
-    zero, largest, counted = _areas(pixels, BACKGROUND)
-    usual, most = (zero > 0)[counted].mean(), ((zero > 0) & (zero >= largest))[counted].mean()
+    zero, largest, measured = _areas(pixels, BACKGROUND)
+    usual, most = (zero > 0)[measured].mean(), ((zero > 0) & (zero >= largest))[measured].mean()
     is_area = folded(first) in _AREAS
     if usual >= _USUAL and most >= (_LARGEST_BESIDE_AREAS if is_area else _LARGEST):
         return None
@@ -243,10 +243,10 @@ def _unlike_background(pixels: PixelCounts, first: str) -> str | None:
 
 
 def _last_looks_void(pixels: PixelCounts, number: int) -> bool:
-    last, largest, counted = _areas(pixels, number)
+    last, largest, measured = _areas(pixels, number)
     return bool(
-        (last > 0)[counted].mean() >= _VOID_IMAGES
-        and (last >= largest)[counted].mean() <= _VOID_LARGEST
+        (last > 0)[measured].mean() >= _VOID_IMAGES
+        and (last >= largest)[measured].mean() <= _VOID_LARGEST
         and last.sum() <= _VOID_PIXELS * pixels.sizes.sum()
     )
 
@@ -320,11 +320,11 @@ def check(source: Source, progress: Progress | None = None) -> Report:
     left_out: dict[str, list[str]] = {}
 
     def histograms(names: Sequence[str]) -> Iterator[np.ndarray | None]:
-        for name, (found, counted, remarks) in zip(names, islice(results, len(names)), strict=True):
+        for name, (found, histogram, remarks) in zip(names, islice(results, len(names)), strict=True):
             faults.extend(found)
             for remark in remarks:
                 left_out.setdefault(remark, []).append(name)
-            yield counted
+            yield histogram
 
     for split in SPLITS:
         names = source.names(split)
@@ -334,7 +334,8 @@ def check(source: Source, progress: Progress | None = None) -> Report:
     meaning, notes = judge(source, joined([*pixels.values()]))
     for remark, names in left_out.items():
         images = list(dict.fromkeys(names))
-        notes.append(f"{len(names)} {remark} are left out, in {len(images)} images ({first_three(images)})")
+        shown = counted(len(images), "image")
+        notes.append(f"left out: {remark}, {len(names)} in {shown} ({first_three(images)})")
     counts = {split: _counts(source, pixels[split]) for split in SPLITS}
     return Report(faults, meaning, notes, counts, pixels)
 

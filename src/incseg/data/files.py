@@ -21,7 +21,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile
 
 from incseg.data.source import Source, Split
-from incseg.io import cache_path, first_few, write_text
+from incseg.io import cache_path, counted, first_few, write_text
 from incseg.types import IGNORE, UserError
 
 PathLike = str | os.PathLike[str]
@@ -341,7 +341,7 @@ def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[st
     both = sorted(set(train) & set(val))
     if not both:
         return []
-    return [f"{name}: {len(both)} images are in train and in val ('{both[0]}' …), so test results are too good"]
+    return [f"{name}: {counted(len(both), 'image')} both in train and in val ('{both[0]}' …), so test results are too good"]
 
 
 @contextmanager
