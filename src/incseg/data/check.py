@@ -320,11 +320,11 @@ def check(source: Source, progress: Progress | None = None) -> Report:
     left_out: dict[str, list[str]] = {}
 
     def histograms(names: Sequence[str]) -> Iterator[np.ndarray | None]:
-        for name, (found, histogram, remarks) in zip(names, islice(results, len(names)), strict=True):
+        for name, (found, pixels_of, remarks) in zip(names, islice(results, len(names)), strict=True):
             faults.extend(found)
             for remark in remarks:
                 left_out.setdefault(remark, []).append(name)
-            yield histogram
+            yield pixels_of
 
     for split in SPLITS:
         names = source.names(split)

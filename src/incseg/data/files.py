@@ -341,7 +341,8 @@ def overlap_note(name: str, train: Sequence[str], val: Sequence[str]) -> list[st
     both = sorted(set(train) & set(val))
     if not both:
         return []
-    return [f"{name}: {counted(len(both), 'image')} both in train and in val ('{both[0]}' …), so test results are too good"]
+    shared = counted(len(both), "image")
+    return [f"{name}: {shared} both in train and in val ('{both[0]}' …), so test results are too good"]
 
 
 @contextmanager
