@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mypy import api as mypy
 from small_runs import PYTHON_PATH, assert_same_run
 
 import incseg
@@ -92,48 +91,6 @@ def test_extend_stays_a_function_when_everything_is_imported() -> None:
     """A module incseg.extend would replace the function when it is imported."""
     for name in incseg.__all__:
         assert not (Path(incseg.__file__).parent / f"{name}.py").exists()
-
-
-TYPED = {
-    'incseg.train(data="shapes", train={"lr": 0.1})': "incseg.api.Run",
-    'incseg.extend("x", root="x", out="y", classes=["a"]).table()': "str",
-    'incseg.load("x").predict("a.png")': "incseg.inference.Result",
-    'incseg.load("x").predict(["a.png"])': "list[incseg.inference.Result]",
-    'incseg.load("x").predict(Path("x").iterdir())': "Iterator[incseg.inference.Result]",
-    'incseg.load("x").predict("a.png").overlay()': "PIL.Image.Image",
-}
-
-
-def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
-    """A stub replaces torch, which mypy would need a minute to read."""
-    stubs = tmp_path / "stubs" / "torch"
-    stubs.mkdir(parents=True)
-    (stubs / "__init__.pyi").write_text(
-        "from typing import Any\nclass Tensor: ...\ndef __getattr__(name: str) -> Any: ...\n"
-    )
-    source = Path(incseg.__file__).parents[1]
-    assert (source / "incseg" / "py.typed").exists()
-    (tmp_path / "mypy.ini").write_text(
-        f"[mypy]\nmypy_path = {stubs.parent}:{source}\nignore_missing_imports = true\n"
-        "[mypy-incseg.*]\nignore_errors = true\n"
-        "[mypy-rich.*,jsonargparse.*,matplotlib.*,yaml.*]\nfollow_imports = skip\n"
-    )
-    lines = ["import incseg", "from pathlib import Path", *(f"reveal_type({expression})" for expression in TYPED)]
-    (tmp_path / "snippet.py").write_text("\n".join([*lines, "incseg.load(3)", "incseg.trian"]))
-    found, _, _ = mypy.run(
-        [
-            "--config-file",
-            str(tmp_path / "mypy.ini"),
-            "--cache-dir",
-            str(tmp_path / "cache"),
-            str(tmp_path / "snippet.py"),
-        ]
-    )
-    found_at = dict(line.split(".py:")[1].split(": ", 1) for line in found.splitlines() if "snippet.py:" in line)
-    for number, kind in enumerate(TYPED.values(), start=3):
-        assert kind in found_at[str(number)], found
-    assert 'incompatible type "int"' in found_at["9"]
-    assert 'no attribute "trian"' in found_at["10"]
 
 
 def test_training_is_that_of_the_command_line(first: incseg.Run, mine: Path, tmp_path: Path, capsys) -> None:
