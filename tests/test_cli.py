@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from small_runs import rows_of, small_config, write_config
+from small_runs import methods_that_differ, rows_of, small_config, write_config
 
 from incseg.cli import main
 from incseg.cli.main import COMMANDS
@@ -276,9 +276,8 @@ def test_each_dataset_has_its_preset(data: str) -> None:
     assert config.model.backbone == PRESETS[default_preset(data)]["model"]["backbone"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_preset_is_accepted_by_every_method(preset: str, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("preset", "method"), [(p, method) for p in PRESETS for method in methods_that_differ(p)])
+def test_presets_are_accepted_by_methods(preset: str, method: str, tmp_path: Path) -> None:
     config = parsed("--preset", preset, "--method", method)
     for_method = PRESETS[preset].get("for_method", {}).get(method, {})
     for group in ("data", "method", "model", "train", "eval"):

@@ -102,7 +102,9 @@ def _double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_double_precision")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_tensors_are_those_written_down(case: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    train(small_config(tmp_path / "run", **CASES[case]))
+    small = {"data": {"train_size": 32, "val_size": 8, "image_size": 32}, "eval": {"size": 32}}
+    changes = {**CASES[case], "train": {"crop": 32, **CASES[case].get("train", {})}}
+    train(small_config(tmp_path / "run", **{**small, **changes}))
     found = json.loads(json.dumps(golden_of(tmp_path / "run")))
     golden = json.loads(FILE.read_text()) if FILE.exists() else {"cases": {}}
     if request.config.getoption("--update-golden"):
