@@ -1,12 +1,12 @@
 """Least squares in closed form: sums over the cells of feature maps, and the weights that solve them.
 
 A cell is one position of a feature map. φ is its feature vector, t its targets (the share of each label among its
-pixels), w its weight. All that is stored of the cells are two sums,
+pixels), w its weight. Only two sums over the cells are stored,
 
     R = Σ w φφᵀ        Q = Σ w t φᵀ        and W = Q (R + γ·mean(diag R)·I)⁻¹ solves  min Σ w |Wφ − t|² + …
 
-Sums do not know in which order, or in how many steps, their cells came. So what is learnt step by step is what would
-have been learnt at once, as long as the targets are the same.
+The sums do not depend on the order of the cells or on the number of steps. So with the same targets, learning step by
+step gives the same solution as learning at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from incseg.types import BACKGROUND, IGNORE
 _BLOCKS = 4
 """The Gram matrix is symmetric: of 4 × 4 blocks, the 10 on and above the diagonal are computed."""
 FEWEST = 100.0
-"""A label with fewer cells is weighed as if it had so many."""
+"""A label with fewer cells has the weight of a label with this number."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Sums:
     def add(self, features: Tensor, targets: Tensor, weights: Tensor, cells: Tensor | None = None) -> None:
         """Count the cells with features (n, D), targets (n, L) and weights (n,).
 
-        cells: (n,) how many cells each row stands for in `counts`; by default one.
+        cells: (n,) number of cells that each row represents in `counts`; by default one.
         Products are taken in the precision of the features, sums in float64.
         """
         root = weights.clamp(min=0).sqrt().unsqueeze(1)
@@ -58,17 +58,17 @@ class Sums:
         self.counts += torch.bincount(label.to(self.counts.device), weights=double(number), minlength=len(self.counts))
 
     def __add__(self, other: Sums) -> Sums:
-        """Both together; the one with fewer labels has seen no cell of the others."""
+        """Return the sum of both. The one with fewer labels has no cell of the others."""
         labels = max(len(self.counts), len(other.counts))
         a, b = self.with_labels(labels), other.with_labels(labels)
         return Sums(a.gram + b.gram, a.cross + b.cross, a.counts + b.counts)
 
     def times(self, factor: float) -> Sums:
-        """As if every cell weighed so many times as much; it is counted once all the same."""
+        """Return the sums with the weight of every cell multiplied by a factor. Counts do not change."""
         return Sums(self.gram * factor, self.cross * factor, self.counts)
 
     def with_labels(self, labels: int) -> Sums:
-        """The same sums with room for `labels` labels in all."""
+        """Return the same sums with `labels` labels in all."""
         more = labels - len(self.counts)
         if more < 0:
             raise ValueError(f"there are {len(self.counts)} labels, more than {labels}")
@@ -76,9 +76,9 @@ class Sums:
         return Sums(self.gram, cross, torch.cat([self.counts, self.counts.new_zeros(more)]))
 
     def without(self, label: int) -> Sums:
-        """Forget a label: its cells are background from now on, as if nobody had ever named them.
+        """Return the sums without a label, whose cells become background.
 
-        The other labels' weights stay what they were, since each is solved for by itself.
+        The solution of the other labels does not change, because each label is solved separately.
         """
         keep = [i for i in range(len(self.counts)) if i != label]
         cross, counts = self.cross.clone(), self.counts.clone()
@@ -90,31 +90,31 @@ class Sums:
         return self.gram.triu() + self.gram.triu(1).T
 
     def solve(self, ridge: float) -> Tensor:
-        """(L, D) the weights W. `ridge` is γ; towards 0 they are those of plain least squares."""
+        """Return (L, D) weights W. `ridge` is γ; for γ → 0 they are those of plain least squares."""
         gram = self.symmetric_gram()
         gram.diagonal().add_(ridge * float(gram.diagonal().mean()))
         return torch.cholesky_solve(self.cross.T, torch.linalg.cholesky(gram)).T
 
 
 def with_doubles(device: torch.device | str) -> torch.device:
-    """Return the device where the float64 sums of a device are: itself, or the CPU for mps, which has no float64."""
+    """Return the device for float64 sums: the same, or the CPU for mps, which has no float64."""
     device = torch.device(device)
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, on a device that has it."""
+    """Return a tensor in float64, on a device that supports it."""
     return tensor.to(with_doubles(tensor.device)).double()
 
 
 def packed(gram: Tensor) -> Tensor:
-    """The upper triangle of a symmetric (D, D) matrix, row by row."""
+    """Return the upper triangle of a symmetric (D, D) matrix, row by row."""
     rows, columns = torch.triu_indices(len(gram), len(gram), device=gram.device)
     return gram[rows, columns]
 
 
 def unpacked(values: Tensor, size: int) -> Tensor:
-    """(D, D) with the upper triangle given; zero below it."""
+    """Return the (D, D) matrix with this upper triangle and zeros below it."""
     rows, columns = torch.triu_indices(size, size, device=values.device)
     gram = values.new_zeros(size, size)
     gram[rows, columns] = values
@@ -122,16 +122,16 @@ def unpacked(values: Tensor, size: int) -> Tensor:
 
 
 def label_weights(counts: Tensor, power: float) -> Tensor:
-    """What a cell of each label weighs: n^(−p), n the cells of the label; 1 where there are FEWEST or fewer.
+    """Return the weight of a cell of each label: n^(−p), with n cells of the label; 1 if there are at most FEWEST.
 
-    power 0 weighs all cells alike. With power 1 every label weighs as much as every other, however rare.
+    With power 0 all cells have the same weight, with power 1 all labels, however rare.
     """
     return (double(counts).clamp(min=FEWEST) / FEWEST).pow(-power)
 
 
 def cell_targets(labels: Tensor, height: int, width: int, num_labels: int) -> tuple[Tensor, Tensor]:
-    """(B, H, W) labels → (B, h·w, L) the share of each label among a cell's labelled pixels, and (B, h·w) the share
-    of its pixels that are labelled. Cells are row by row; a pixel belongs to the cell that its centre lies in."""
+    """Return the (B, h·w, L) share of each label among the labelled pixels of a cell, and the (B, h·w) share of its
+    pixels that are labelled, from (B, H, W) labels. Cells are row by row. A pixel belongs to the cell of its centre."""
     batch, rows, columns = labels.shape
 
     def cell_of(number: int, cells: int) -> Tensor:
@@ -148,9 +148,9 @@ def cell_targets(labels: Tensor, height: int, width: int, num_labels: int) -> tu
 
 
 def fill_background(targets: Tensor, found: Tensor) -> Tensor:
-    """(n, L) targets whose background share goes to the label that a model found there, (n,).
+    """Return (n, L) targets in which the share of background is given to the label (n,) that a model predicts.
 
-    What is background to a later step may be an object of an old class, which only the model before can tell.
+    The background of a later step may be an object of an old class, which only the previous model knows.
     """
     filled = targets.clone()
     filled[:, BACKGROUND] = 0
@@ -158,7 +158,7 @@ def fill_background(targets: Tensor, found: Tensor) -> Tensor:
 
 
 def log_odds(scores: Tensor, floor: float = 0.002) -> Tensor:
-    """(B, L, …) scores, background first, each about the probability of its label → (B, L − 1, …) log-odds against
-    background, logit s_c − logit s_0. Scores of least squares may leave [0, 1], so they are clamped first."""
+    """Return (B, L − 1, …) log-odds against background, logit s_c − logit s_0, from (B, L, …) scores, background first.
+    A score is about the probability of its label. By least squares it may be outside [0, 1], so it is clamped first."""
     logits = scores.clamp(floor, 1 - floor).logit()
     return logits[:, 1:] - logits[:, :1]

@@ -1,8 +1,8 @@
 """A head that is solved, not trained: fixed random features of the frozen network, and scores by least squares.
 
-All it stores of the images seen are sums over cells (losses/least_squares.py): no image, no feature of an image.
-They are saved with the model, so that a class can be added, learnt further or removed in seconds, against everything
-that was seen before.
+It stores sums over the cells of all images so far (losses/least_squares.py), but no image and no feature of an image.
+The sums are saved with the model. So a class can be added, learnt further or removed in seconds, against everything
+that the model has seen.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LEAST_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Design:
-    """What the random features are made of; saved with the model.
+    """Settings of the random features; saved with the model.
 
-    columns:   number of random features; more are more accurate, and sums grow with their square.
-    seed:      of the random weights.
-    embedding: weight of the trained head's embedding among the inputs; 0 where the head was never trained.
+    columns:   number of random features; more are more accurate, and the sums grow with their square.
+    seed:      seed of the random weights.
+    embedding: weight of the trained head's embedding among the inputs; 0 if the head was never trained.
     """
 
     columns: int = 2048
@@ -39,15 +39,15 @@ class Design:
 
 
 class ClosedForm(nn.Module):
-    """φ = [ReLU(P·x + b), 1] of a cell, scores W·φ of background and every class, and the sums that W was solved from.
+    """Random features φ = [ReLU(P·x + b), 1] of a cell, scores W·φ of background and classes, and the sums for W.
 
     x is the trained head's embedding, the backbone's stages, and the mean of the last stage over the image,
     standardised. P and b are drawn from a seed.
 
-    weights:  (L,) what a cell of each label weighs in the sums; set when the label is first learnt.
-    shifts:   (L,) added to the log-odds of each class: how boldly it is predicted.
-    waiting:  classes that are about to be learnt further; `waiting_cross` and `waiting_counts` have their sums.
-    sgd_share: of classes that have a trained classifier, how much its odds count beside the solved ones.
+    weights:   (L,) weight of a cell of each label in the sums; set when the label is first learnt.
+    shifts:    (L,) added to the log-odds of each class: how readily it is predicted.
+    waiting:   classes that are about to be learnt further; `waiting_cross` and `waiting_counts` have their sums.
+    sgd_share: weight of the trained odds against the solved ones, for classes with a trained classifier.
     """
 
     mean: Tensor
@@ -110,7 +110,7 @@ class ClosedForm(nn.Module):
         return solved
 
     def set_labels(self, labels: int) -> None:
-        """Extend to `labels` labels, including background; new ones have seen no cell."""
+        """Extend to `labels` labels, including background. New labels have no cell yet."""
         more = labels - self.num_labels
         if more < 0:
             raise ValueError(f"there are {self.num_labels} labels, more than {labels}")
@@ -119,7 +119,7 @@ class ClosedForm(nn.Module):
             self.register_buffer(name, torch.cat([old, old.new_full((more, *old.shape[1:]), value)]))
 
     def drop_label(self, label: int) -> None:
-        """Forget a label: its cells are background from now on."""
+        """Remove a label. Its cells become background."""
         sums, weight = self.sums().without(label), without_row(self.weight, label)
         keep = [i for i in range(self.num_labels) if i != label]
         for name in ("cross", "counts", "shifts", "weights"):
@@ -157,7 +157,7 @@ class ClosedForm(nn.Module):
             del self.waiting_cross, self.waiting_counts
 
     def knows(self, label: int) -> bool:
-        """Return whether cells of this label were ever seen."""
+        """Return whether the sums have cells of this label."""
         return label < self.num_labels and bool(self.counts[label] > 0)
 
     def sums(self) -> Sums:
@@ -170,11 +170,11 @@ class ClosedForm(nn.Module):
         self.cross, self.counts = sums.cross.to(self.cross), sums.counts.to(self.counts)
 
     def standardise(self, inputs: Tensor) -> None:
-        """Take mean and deviation from (n, d) inputs of some cells."""
+        """Set mean and deviation to those of (n, d) inputs of some cells."""
         self.mean, self.scale = inputs.mean(0), inputs.std(0) + _LEAST_SCALE
 
     def inputs(self, embedding: Tensor, stages: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the inputs of each cell, (B, d_local, h, w), and those shared by an image, (B, d_image, 1, 1)."""
+        """Return the inputs of each cell, (B, d_local, h, w), and those of the whole image, (B, d_image, 1, 1)."""
         last, size = stages[-1], embedding.shape[-2:]
         maps = [*([embedding] if self.design.embedding else []), *stages]
         maps = [
@@ -207,12 +207,12 @@ class ClosedForm(nn.Module):
     def combine(self, trained: Tensor | None, sizes: Sequence[int], labels: Sequence[int], solved: Tensor) -> Tensor:
         """Return the (B, C, …) scores of all classes, in the order of learning.
 
-        Trained odds are sharper than solved ones, so a solved class does not compete with them: it stands as far above
-        or below the best trained class as the closed form alone says. All scores are log-odds, and trained classes mix
+        Trained odds are sharper than solved ones, so a solved class does not compete with them directly. Its distance
+        from the best trained class is that of the closed form alone. All scores are log-odds, and trained classes mix
         their odds with the solved ones.
 
         trained: raw scores of increments with trained classifiers, of `sizes` classes each, whose labels are `labels`.
-        solved:  (B, C, …) what `forward` gives, of the same height and width.
+        solved:  (B, C, …) output of `forward`, of the same height and width.
         """
         if trained is None:
             return solved
@@ -230,14 +230,14 @@ class ClosedForm(nn.Module):
 
 
 class Addition(nn.Module):
-    """The classes of one extension, solved beside a model that stays as it is.
+    """The classes of one extension, solved beside a model that does not change.
 
-    It has the solution for all labels as the sums had it then: those before, against which its classes compete, and its
-    own, which come last. The score of a class is how far the closed form puts it ahead of the best label before, so
-    that it wins where it is above 0. No later extension changes it.
+    It has the solution for all labels of that time: earlier ones, with which its classes compete, and its own, which
+    are last. The score of a class is its distance to the best earlier label by the closed form, so the class wins where
+    the score is above 0. No later extension changes it.
 
     weight: (L, D + 1) the solution.
-    shifts: (n,) added to the log-odds of its own classes: how boldly they are predicted.
+    shifts: (n,) added to the log-odds of its own classes: how readily they are predicted.
     """
 
     weight: Tensor
@@ -249,7 +249,7 @@ class Addition(nn.Module):
         self.register_buffer("shifts", torch.zeros(classes))
 
     def drop_label(self, label: int) -> None:
-        """Forget a label: it is background from now on."""
+        """Remove a label. It becomes background."""
         first_own = len(self.weight) - len(self.shifts)
         if first_own <= label < len(self.weight):
             self.shifts = torch.cat([self.shifts[: label - first_own], self.shifts[label - first_own + 1 :]])
@@ -277,8 +277,8 @@ def _scores(random: Tensor, weight: Tensor) -> Tensor:
 
 
 def without_row(weight: Tensor, label: int) -> Tensor:
-    """Return the solution that sums give without a label whose cells become background: as it is linear in Q, the row
-    of the label is added to that of background, and all others stay as they are."""
+    """Return the solution for sums in which the cells of a label became background. The solution is linear in Q, so the
+    row of the label is added to that of background, and no other row changes."""
     smaller = torch.cat([weight[:label], weight[label + 1 :]])
     smaller[BACKGROUND] += weight[label]
     return smaller

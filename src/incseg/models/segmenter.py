@@ -147,17 +147,17 @@ class Segmenter(nn.Module):
 
     @property
     def closed_form(self) -> ClosedForm | None:
-        """The head whose classes are solved, with the sums of all that was seen; None where there is none."""
+        """The head whose classes are solved, with the sums of all images so far; None if the model has none."""
         return next((head for head in self.heads if isinstance(head, ClosedForm)), None)
 
     @property
     def _shrinks_read(self) -> set[int]:
-        """Of the heads that some class reads; sums alone read nothing."""
+        """The shrink factors of the heads that classes use. A head that only has sums does not count."""
         return {self.shrinks[increment.head] for increment in self.increments} or {self.shrinks[0]}
 
     @property
     def finer(self) -> int:
-        """How many times finer than the features the logits are, where heads of several sizes come together."""
+        """Positions of the logits per position of the features, along a side; above 1 if heads see different sizes."""
         return FINER if len(self._shrinks_read) > 1 and not self.config.sharpen else 1
 
     @property
@@ -168,11 +168,11 @@ class Segmenter(nn.Module):
 
     @property
     def unit(self) -> int:
-        """Pixels at whose multiples an image may be cut so that every position of every map stays where it is."""
+        """An image may be cut at multiples of this number of pixels without moving a position of any map."""
         return self.config.output_stride * max(self._shrinks_read)
 
     def enlarge(self, factor: int) -> None:
-        """Take images that are `factor` times larger from now on; all classes so far see them as small as before."""
+        """Accept images that are `factor` times larger. All classes so far see them at the same size as before."""
         read = {increment.head for increment in self.increments} | {0}
         shrinks = [shrink * factor if head in read else 1 for head, shrink in enumerate(self.shrinks)]
         if not set(shrinks) <= set(self.SHRINKS):
@@ -183,7 +183,7 @@ class Segmenter(nn.Module):
         self.shrinks, self.sizes = shrinks, sorted({1, *shrinks})
 
     def add_closed_form(self, design: Design, rectifier: Rectifier) -> ClosedForm:
-        """Return a closed form without sums, in place of one that no class reads."""
+        """Return a closed form without sums. It replaces one that no class uses."""
         self.drop_closed_form()
         return self.attach(ClosedForm(design, self.widths_read, rectifier))
 
@@ -199,12 +199,12 @@ class Segmenter(nn.Module):
         return closed_form
 
     def drop_closed_form(self) -> None:
-        """Forget the sums, which hold for the network as it is; refused where classes were solved from them."""
+        """Remove the sums, which are valid for this network only. Refuse if classes were solved from them."""
         if self.closed_form is None:
             return
         if any(increment.solved for increment in self.increments):
             raise UserError(
-                "some classes of this model were solved in closed form, and that needs the network as it is; add "
+                "some classes of this model were solved in closed form for this network, so it must not change; add "
                 "classes with method analytic (incseg extend --recipe closed-form)"
             )
         place = list(self.heads).index(self.closed_form)
@@ -215,15 +215,15 @@ class Segmenter(nn.Module):
     def grow(self, increment: Increment) -> None:
         """Add the classifier of a new step; everything learnt before is unchanged.
 
-        Where the increment names a head that is not there yet, it starts as a copy of the first. One that is solved
-        has no classifier: its scores come from the closed form, or from an addition, which is made.
+        If the increment names a head that does not exist yet, it starts as a copy of the first. A solved increment has
+        no classifier: its scores come from the closed form, or from a new addition.
         """
         if increment.solved:
             self._grow_solved(increment)
             return
         if increment.head > len(self.heads):
             if increment.head > len(self.heads) + 1:
-                raise ValueError(f"head {increment.head} is named, and there are {len(self.heads)}")
+                raise ValueError(f"head {increment.head} is named, but there are {len(self.heads)}")
             self.heads.append(Head(copy.deepcopy(self.neck), copy.deepcopy(self.aspp)).requires_grad_(True))
             self.shrinks.append(1)
             self.sizes = sorted({*self.sizes, 1})
@@ -236,34 +236,34 @@ class Segmenter(nn.Module):
     def _grow_solved(self, increment: Increment) -> None:
         form = self.closed_form
         if form is None:
-            raise ValueError(f"{increment.classes} are solved, and there is no closed form")
+            raise ValueError(f"{increment.classes} are solved, but the model has no closed form")
         if increment.beside:
             labels = 1 + self.num_classes + len(increment.classes)
             if not self.increments or increment.head != len(self.heads) + 1:
-                raise ValueError(f"head {increment.head} is named as an addition, and there are {len(self.heads)}")
+                raise ValueError(f"head {increment.head} is named as an addition, but there are {len(self.heads)}")
             addition = Addition(form.design.columns, labels, len(increment.classes))
             self.heads.append(addition.to(form.weight))
             self.shrinks.append(1)
             self.sizes = sorted({*self.sizes, 1})
         elif self.heads[increment.head - 1] is not form or any(i.beside for i in self.increments):
-            raise ValueError(f"head {increment.head} is named as the closed form, and it is not")
+            raise ValueError(f"head {increment.head} is named as the closed form, but it is not")
         self.increments.append(increment)
         self.classifiers.append(nn.Identity())
         form.set_labels(max(form.num_labels, self.num_classes + 1))
 
     def solved_against(self, name: str) -> list[str]:
-        """Return the solved classes that compete with a class: those learnt with it or after it, and after a class
-        that was not added beside others, all."""
+        """Return the solved classes that compete with a class: all those learnt with it or after it. For a class that
+        was not added beside others, these are all solved classes."""
         place = next(i for i, increment in enumerate(self.increments) if name in increment.classes)
         others = self.increments[place if self.increments[place].beside else 0 :]
         return [other for increment in others if increment.solved for other in increment.classes if other != name]
 
     @torch.no_grad()
     def remove(self, name: str, to_learn_further: bool = False) -> int:
-        """Forget a class and return the label that it had. Later labels move up by one.
+        """Remove a class and return the label that it had. Later labels move up by one.
 
-        A solved class is gone as if its cells had always been background. Of a trained one the output is dropped. With
-        `to_learn_further` its sums wait for the class to be learnt again.
+        The cells of a solved class become background in the sums. A trained class loses its output. With
+        `to_learn_further` the sums of the class are stored until it is learnt again.
         """
         names = [n for increment in self.increments for n in increment.classes]
         label = 1 + names.index(name)
@@ -330,8 +330,8 @@ class Segmenter(nn.Module):
     def freeze(self, part: Frozen) -> None:
         """Freeze a part for the training that follows. Call it again after every call of `train`.
 
-        statistics: of every batch norm. norms: their parameters, too. head: all but the classifiers, its batch norms
-        with it. model: all but the newest classifier and, where that has one of its own, its head.
+        statistics: of every batch norm. norms: also the parameters of the batch norms. head: all but the classifiers.
+        model: all but the newest classifier and, if it has one of its own, its head.
         """
         if part == "model":
             self.eval().requires_grad_(False)
@@ -350,7 +350,7 @@ class Segmenter(nn.Module):
                         module.requires_grad_(False)
 
     def encode(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return the backbone's stages without their last activation; without gradient where it is frozen."""
+        """Return the backbone's stages without their last activation. A frozen backbone gives no gradient."""
         if self.config.freeze_backbone:
             with torch.no_grad():
                 return self.backbone(images)
@@ -361,7 +361,7 @@ class Segmenter(nn.Module):
         return tuple(self.backbone.activate(stages[stage]) for stage in self._stages_read())
 
     def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return what the heads read of images, at each of `sizes`: what a feature cache holds."""
+        """Return the inputs of the heads for images, at each of `sizes`. The feature cache stores these."""
         found = list[Tensor]()
         for size in self.sizes:
             image = shrunk(images, size)
@@ -370,7 +370,7 @@ class Segmenter(nn.Module):
         return tuple(found)
 
     def by_size(self, features: tuple[Tensor, ...]) -> dict[int, Seen]:
-        """Return what `features` gives, for each of `sizes`."""
+        """Return the output of `features` for each of `sizes`."""
         stages, guides = len(self._stages_read()), 1 if self.config.sharpen else 0
         found = {}
         for index, size in enumerate(self.sizes):
@@ -380,7 +380,7 @@ class Segmenter(nn.Module):
         return found
 
     def _seen(self, stages: tuple[Tensor, ...], images: Tensor) -> Seen:
-        """Return what the heads read, from all stages of the backbone and the images that they are of."""
+        """Return the inputs of the heads, from all stages of the backbone and their images."""
         if not self.config.sharpen:
             return Seen(self.read_by_head(stages), None)
         mean, std = (images.new_tensor(part).view(3, 1, 1) for part in (self.backbone.mean, self.backbone.std))
@@ -396,14 +396,14 @@ class Segmenter(nn.Module):
         return self._decode(seen, stages)
 
     def scores(self, inputs: Inputs) -> Tensor:
-        """Return the logits that predictions are made of: as `forward`, and sharpened where the model says so."""
+        """Return the logits for predictions: those of `forward`, sharpened if the model has `sharpen`."""
         if not self.config.sharpen:
             return self(inputs).logits
         seen, _ = self._look(inputs)
         return self._decode(seen, sharpen=self.config.sharpen).logits
 
     def _look(self, inputs: Inputs) -> tuple[dict[int, Seen], tuple[Tensor, ...]]:
-        """Return what the heads read at each size and, of images, all stages of the first head's size."""
+        """Return the inputs of the heads at each size and, for images, all stages at the first head's size."""
         if not isinstance(inputs, Tensor):
             return self.by_size(inputs), ()
         seen: dict[int, Seen] = {}
@@ -416,7 +416,7 @@ class Segmenter(nn.Module):
         return seen, of_first
 
     def _decode(self, seen: dict[int, Seen], stages: tuple[Tensor, ...] = (), sharpen: int = 0) -> Output:
-        """Run heads and classifiers on what they read at each size; sharpen the scores of each."""
+        """Run heads and classifiers on their inputs at each size; sharpen the scores of each."""
         if not self.classifiers:
             raise RuntimeError("the model has no classes yet; call grow first")
 
@@ -490,15 +490,15 @@ class Segmenter(nn.Module):
         return torch.cat(parts, 1)
 
     def closed_form_inputs(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what new classes are solved from, `ClosedForm.inputs` of images or of their features, and the first
-        head's embedding of the same size. They see images as large as they come."""
+        """Return `ClosedForm.inputs` of images or of their features, and the first head's embedding of the same size.
+        Images are not shrunk."""
         stages = self.by_size(self.features(inputs) if isinstance(inputs, Tensor) else inputs)[1].stages
         embedding = self._embedding(0, stages)
         return *self._solving().inputs(embedding, stages), embedding
 
     def cell_logits(self, embedding: Tensor, random: Tensor) -> Tensor | None:
-        """(n, C) logits of single cells, from (n, width) embedding and (n, D + 1) random features; None where heads see
-        the image at different sizes, so that a cell of one is not a cell of another."""
+        """Return (n, C) logits of single cells from (n, width) embedding and (n, D + 1) random features. Return None if
+        heads see the image at different sizes, because their cells differ."""
         trained = [index for index, increment in enumerate(self.increments) if not increment.solved]
         if self._shrinks_read != {1} or any(self.increments[index].head for index in trained):
             return None

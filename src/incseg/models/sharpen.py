@@ -1,12 +1,12 @@
 """Scores that follow the edges of the image: a bilateral filter on a grid finer than the network's, without training.
 
-The network's scores lie on a grid of 16 pixels, so masks enlarged from them have edges that are 16 pixels wide. Here
-the scores are brought to a grid of GUIDE_STRIDE pixels. Then every position becomes, several times, the mean of its
-neighbours, weighted by how near they are in space and in colour. An edge between two classes so moves to the nearest
-edge between two colours.
+The network's scores have a grid of 16 pixels, so enlarged masks have edges that are 16 pixels wide. Here the scores are
+interpolated to a grid of GUIDE_STRIDE pixels. Then every position is replaced several times by the mean of its
+neighbours, weighted by their distance in space and in colour. So an edge between two classes moves to the nearest edge
+between two colours.
 
-Weights depend on the image alone and sum to one. So every class is filtered by itself, a new class changes no score of
-an old one, and what is made of the scores (probabilities, uncertainty) stays consistent.
+The weights depend only on the image and sum to one. So every class is filtered separately, a new class changes no score
+of an old one, and probabilities and uncertainty are consistent with the labels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 GUIDE_STRIDE = 4
 """Pixels of the image per position of the grid."""
 _REACH = 3
-"""Positions to each side that a position is averaged with, along rows and then along columns."""
+"""Number of neighbours on each side in the mean, along rows and then along columns."""
 _NEAR = 1.8
 """Standard deviation of the weight by distance, in positions."""
 _ALIKE = 0.04
-"""Standard deviation of the weight by colour, where colours go from 0 to 1."""
+"""Standard deviation of the weight by colour; colours range from 0 to 1."""
 
 
 def guide_of(images: Tensor) -> Tensor:
@@ -33,8 +33,7 @@ def guide_of(images: Tensor) -> Tensor:
 def sharpened(scores: Tensor, guide: Tensor, rounds: int) -> Tensor:
     """Return (B, C, h, w) scores on the grid of a (B, 3, H, W) guide with colours from 0 to 1.
 
-    Where the guide has one colour the scores are smoothed; across a strong edge of colour nothing is averaged. Without
-    rounds they are interpolated.
+    Scores are smoothed within regions of one colour, but not across strong edges. With 0 rounds they are interpolated.
     """
     size = (guide.shape[-2], guide.shape[-1])
     fine = F.interpolate(scores, size, mode="bilinear", align_corners=False)
@@ -61,7 +60,7 @@ def _weights(guide: Tensor, axis: int) -> list[Tensor]:
 
 
 def _neighbours(maps: Tensor, axis: int) -> list[Tensor]:
-    """Return the maps moved by −_REACH to _REACH positions along an axis; beyond the edge stands the edge's value."""
+    """Return the maps moved by −_REACH to _REACH positions along an axis. Values at the edge are repeated."""
     padding = (_REACH, _REACH, 0, 0) if axis == -1 else (0, 0, _REACH, _REACH)
     padded = F.pad(maps, padding, mode="replicate")
     length = maps.shape[axis]
