@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sweeps import FAKE, jobs, notes, until
 
+from incseg.cli import sweep as command
 from incseg.sweep import attempt
 from incseg.sweep.folder import Sweep
 from incseg.sweep.on_slurm import Slurm
@@ -23,9 +24,8 @@ SBATCH = """#!/bin/sh
 cp "$1" "$FAKE_SLURM/script-$(ls "$FAKE_SLURM" | wc -l)"
 echo "Submitted batch job $(ls "$FAKE_SLURM" | wc -l)"
 """
-SACCT = """#!/bin/sh
-echo "JobID|State|NodeList"
-for n in 1 2 3; do echo "$n|PENDING|"; echo "${n}_[0-9]|PENDING|"; done
+SQUEUE = """#!/bin/sh
+echo "$@" | grep -q -- "--array .*--format=%i" && for n in 1 2 3; do echo "$n"; echo "${n}_0"; echo "${n}_1"; done
 """
 
 
@@ -72,6 +72,23 @@ def test_a_job_that_is_preempted_saves_its_run_and_continues(root: Path, monkeyp
     assert notes(root) == ["began a", "saved a", "began a", "ended a"]
 
 
+def test_a_run_is_not_killed_by_the_signal_for_its_job(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM sends it to every process of the job, two minutes before the time limit."""
+    Sweep(root).add(jobs("a"))
+    at_work = []
+
+    def train(config: object, only_step_0: bool) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        at_work.append(signal.getsignal(signal.SIGUSR1))
+
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(command, "end_with_parent", lambda: None)
+    before = signal.getsignal(signal.SIGUSR2)
+    assert command._make([str(root), "a"]) == 0
+    assert at_work == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
 def test_slurm_gets_arrays_that_wait_for_their_base_and_nothing_twice(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +96,7 @@ def test_slurm_gets_arrays_that_wait_for_their_base_and_nothing_twice(
     given.mkdir()
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, script in {"sbatch": SBATCH, "sacct": SACCT, "srun": "#!/bin/sh\n"}.items():
+    for name, script in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": "#!/bin/sh\n"}.items():
         (commands / name).write_text(script)
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
@@ -96,7 +113,10 @@ def test_slurm_gets_arrays_that_wait_for_their_base_and_nothing_twice(
     assert all("#SBATCH --array=0-1%1" in script for script in (sharing, others))
     assert make_runs(root, [], engine, lines.append) == {"waiting": 4}
     assert len(list(given.iterdir())) == 3
-    assert lines[-1] == "5 jobs are in SLURM's queue already"
+    assert lines[-1] == "already in SLURM's queue: 5 jobs"
+    (commands / "squeue").write_text("#!/bin/sh\n")  # all have left the queue, unfinished
+    assert make_runs(root, [], engine, lines.append) == {"waiting": 4}
+    assert len(list(given.iterdir())) == 6
 
 
 def test_no_slurm_and_unknown_parameters_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from rich.text import Text
 from incseg.cli.settings import lengthen, parse_run
 from incseg.engine.progress import figures_line, showing
 from incseg.engine.rundir import InUse, flatten
+from incseg.engine.runtime import handling
 from incseg.io import counted, read_json, read_yaml
 from incseg.run import train
 from incseg.sweep.attempt import IN_USE, end_with_parent
@@ -140,7 +142,9 @@ def _make(argv: Sequence[str]) -> int:
     sweep = Sweep(Path(root))
     config = parse_run("incseg sweep", "", ["--config", str(sweep.config(name)), "--out", str(sweep.run(name).root)])
     try:
-        train(config, only_step_0="--base" in flags)
+        # SLURM signals every process of a job. The job's own process handles it and lets this one save, by SIGTERM.
+        with handling(signal.SIG_IGN, "SIGUSR1", "SIGUSR2"):
+            train(config, only_step_0="--base" in flags)
     except InUse as error:
         print(error, file=sys.stderr)
         return IN_USE
@@ -260,7 +264,7 @@ def how_far(sweep: Sweep, job: Job, state: State) -> str:
         return f"{steps}, {sweep.worker(job) or 'ending'}" + (
             f"\n{last}" if last.startswith(("step ", "test ")) else ""
         )
-    return steps if done else "not started, or its base is being trained"
+    return steps if run.started else "not started, or its base is being trained"
 
 
 def _last_line(file: Path) -> str:

@@ -6,13 +6,15 @@ is queued again. A job that is still in the queue is not submitted a second time
 
 from __future__ import annotations
 
+import getpass
 import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from incseg.io import read_json, write_json
+from incseg.io import counted, read_json, write_json
 from incseg.sweep.attempt import PROGRAM, Attempts, Outcome
 from incseg.sweep.folder import Sweep, Task
 from incseg.types import UserError
@@ -25,7 +27,8 @@ _MINUTES = 24 * 60
 """Time limit of a job, after which it is queued again; --slurm time=MINUTES changes it."""
 _SIGNAL_SECONDS = 120
 """Seconds before its time limit at which a job is asked to save."""
-_IN_QUEUE = ("PENDING", "RUNNING", "REQUEUED", "RESIZING", "SUSPENDED", "CONFIGURING", "COMPLETING", "READY")
+_PATIENCE = 60
+"""Most seconds to wait for squeue."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,10 @@ class Slurm:
         cluster, place = given.pop("cluster", "slurm"), sweep.root.resolve() / ".sweep" / ".slurm" / "%j"
         record = sweep.root / ".sweep" / ".slurm.json"
         ids: dict[str, str] = read_json(record) if record.exists() else {}
-        states = {job: submitit.SlurmJob(place, job).state for job in ids.values()} if cluster == "slurm" else {}
-        left = [task for task in tasks if states.get(ids.get(task.name, "")) not in _IN_QUEUE]
+        queued = _queued() if cluster == "slurm" else set()
+        left = [task for task in tasks if ids.get(task.name) not in queued]
         if len(left) < len(tasks):
-            say(f"{len(tasks) - len(left)} jobs are in SLURM's queue already")
+            say(f"already in SLURM's queue: {counted(len(tasks) - len(left), 'job')}")
         for group in _groups(left):
             first, after = group[0].jobs[0], group[0].after
             cpus = self.cpus or first.config.get("threads") or 1
@@ -107,11 +110,21 @@ class Slurm:
                 raise UserError(f"SLURM refused the runs: {' '.join(str(error).split())[:300]}") from error
             ids |= {task.name: job.job_id for task, job in zip(group, made, strict=True)}
             write_json(record, ids)
-            what = f"step 0 of {len(group)} groups of runs" if group[0].is_base else f"{len(group)} runs"
+            what = counted(len(group), "shared base" if group[0].is_base else "run")
             say(f"{what}: submitted as {', '.join(sorted({job.job_id.split('_')[0] for job in made}))}")
             if cluster != "slurm":
                 for task, job in zip(group, made, strict=True):
                     ended(task, job.result())
+
+
+def _queued() -> set[str]:
+    """Return the ids of this user's jobs in the queue, by squeue: sacct needs a cluster with accounting."""
+    command = ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%i"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()  # submitting fails next, with the reason
+    return set(done.stdout.split())
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
