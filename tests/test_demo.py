@@ -207,8 +207,16 @@ def test_about_describes_models_but_not_this_machine(server, run):
     assert str(run.parent) not in text
 
 
-def test_no_samples_where_the_dataset_is_not_embedded(tmp_path):
-    assert Models([random_run(tmp_path / "voc", dataset="voc")], "cpu").samples == []
+def test_samples_are_photographs_of_classes_that_a_model_knows(tmp_path):
+    models = Models([random_run(tmp_path / "voc", dataset="voc")], "cpu")
+    assert models.samples == {}
+    del models.samples  # it is cached
+    models._known[0].steps = {0: ("cat", "person"), 1: ("cup",)}
+    assert list(models.samples) == ["coffee.jpg", "chelsea.jpg", "astronaut.jpg"]  # what was added last comes first
+    with serving(models) as server, urlopen(f"{server.url}samples/coffee.jpg") as answer:
+        assert answer.headers["Content-Type"] == "image/jpeg"
+        with Image.open(io.BytesIO(answer.read())) as photograph:
+            assert max(photograph.size) <= LONGEST_SIDE
 
 
 # Predictions
@@ -638,7 +646,7 @@ def test_samples_are_small_whatever_size_a_model_was_tested_at(tmp_path):
     models = Models([random_run(tmp_path / "run")], "cpu")
     for model in models._known:
         model.test_size = 10**6
-    assert all(max(Image.open(io.BytesIO(png)).size) <= LONGEST_SIDE for png in models.samples)
+    assert all(max(Image.open(io.BytesIO(png)).size) <= LONGEST_SIDE for png in models.samples.values())
 
 
 def test_too_many_connections_are_turned_away(models):

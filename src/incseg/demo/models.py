@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ MOST_ANSWER_BYTES = 32 << 20
 _LONGEST_SEEN = 2048  # longest side of an image for a model that was tested on images at their own size
 _MOST_LOADED = 4  # steps in memory
 _SAMPLES = 6
+_PHOTOGRAPHS = {
+    "chelsea.jpg": {"cat"}, "coffee.jpg": {"cup", "diningtable"}, "astronaut.jpg": {"person"},
+}  # fmt: skip
+"""Sample photographs of the package, and classes that they show."""
 MOST_TAUGHT = 8
 """Most classes that are taught while a server runs. Each model takes some tens of MB in a temporary folder."""
 _NO_SUMS = "This model has no sums, so it cannot be taught here; incseg extend adds classes to it."
@@ -132,18 +137,25 @@ class Models:
         ]
 
     @cached_property
-    def samples(self) -> list[bytes]:
-        """Sample images as PNG if a model was trained on the embedded dataset."""
+    def samples(self) -> dict[str, bytes]:
+        """Sample images by file name: scenes if a model was trained on the embedded dataset, or else photographs if a
+        model knows what they show."""
         sizes = [model.test_size for model in self._known if model.dataset == Shapes.info.name]
         if not sizes:
-            return []
+            known = {name for model in self._known for new in model.steps.values() for name in new}
+            newest = {name for model in self._known for name in [*model.steps.values()][-1]}
+            shown = [name for name, classes in _PHOTOGRAPHS.items() if known & classes]
+            folder = resources.files(__package__) / "samples"
+            return {
+                name: (folder / name).read_bytes() for name in sorted(shown, key=lambda n: not _PHOTOGRAPHS[n] & newest)
+            }
         side = min(LONGEST_SIDE, max(384, *sizes))  # sharp on the screen
         scenes = Shapes(val_size=_SAMPLES, image_size=side)
-        pictures = []
+        pictures = {}
         for index in range(_SAMPLES):
             stream = io.BytesIO()
             scenes.image("val", index).save(stream, format="PNG")
-            pictures.append(stream.getvalue())
+            pictures[f"{index}.png"] = stream.getvalue()
         return pictures
 
     def has(self, model: int, step: int) -> bool:

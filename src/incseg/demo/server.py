@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -44,6 +45,8 @@ DEFAULT_PORT = 8008
 _PREDICT, _TEACH, _TAUGHT, _ABOUT = "/predict", "/teach", "/taught.safetensors", "/about.json"
 _LESSON = "application/octet-stream"
 _CHUNK = 1 << 20
+_KINDS = {".png": "png", ".jpg": "jpeg"}
+"""Content types of sample images."""
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
@@ -426,14 +429,18 @@ def _pages(models: Models, limits: Limits) -> dict[str, tuple[str, bytes]]:
     """Return all pages: address → content type and bytes. They are read once, so no request opens a file."""
     folder = resources.files(__package__) / "page"
     pages = {address: (kind, (folder / name).read_bytes()) for address, (name, kind) in _FILES.items()}
-    samples = {f"/samples/{index}.png": ("image/png", png) for index, png in enumerate(models.samples)}
+    samples = {_address(name): (f"image/{_KINDS[Path(name).suffix]}", data) for name, data in models.samples.items()}
     return pages | samples | {_ABOUT: _about(models, limits)}
+
+
+def _address(sample: str) -> str:
+    return f"/samples/{sample}"
 
 
 def _about(models: Models, limits: Limits) -> tuple[str, bytes]:
     about = {
         "models": models.about(),
-        "samples": [f"/samples/{index}.png" for index in range(len(models.samples))],
+        "samples": [_address(name) for name in models.samples],
         "types": list(FORMATS),
         "upload_bytes": limits.upload_bytes,
         "lesson": {"bytes": limits.lesson_bytes, "photographs": MOST_PHOTOGRAPHS, "side": LONGEST_SIDE,

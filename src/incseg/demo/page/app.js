@@ -668,18 +668,19 @@ function buildCard(model, index) {
 }
 
 function buildSample(address, index) {
-  const button = document.createElement("button");
+  const name = address.split("/").pop(), button = document.createElement("button");
   button.type = "button";
   button.setAttribute("aria-pressed", "false");
   const image = document.createElement("img");
   image.src = address;
   image.alt = `Sample ${index + 1}`;
+  image.title = name;
   button.append(image);
   button.addEventListener("click", async () => {
     const mine = ++state.opened;
     const sample = await (await fetch(address)).blob();
     if (mine !== state.opened) return; // the user has chosen another image meanwhile
-    open(sample, `sample${index + 1}.png`);
+    open(sample, name);
     pressSample(button);
   });
   return button;
