@@ -895,13 +895,20 @@ def test_replayed_images_are_not_ranked(tmp_path: Path) -> None:
                     "`evidential` (replay web)": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("given", [["--config", "/somewhere/run.yaml"], ["--config=/somewhere/run.yaml"]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["train", "--config", "/somewhere/run.yaml"],
+        ["train", "--config=/somewhere/run.yaml"],
+        ["sweep", "make", "/somewhere", "queued"],
+    ],
+)
 def test_a_run_from_a_file_of_settings_shows_the_flags_that_say_the_same(given: list[str], tmp_path: Path) -> None:
-    """Queues write such files, and readers of the table do not have them."""
+    """Sweeps write such files, and readers of the table do not have them."""
     settings = {"method.scope": "seen", "model.stages": [3]}
     folder = write_run(tmp_path / "queued", preset="voc-laptop", method="evidential", settings=settings)
     environment = json.loads((folder / "environment.json").read_text())
-    environment["command"] = ["__main__.py", "train", *given, "--out", str(folder)]
+    environment["command"] = ["__main__.py", *given, "--out", str(folder)]
     (folder / "environment.json").write_text(json.dumps(environment))
     (record,) = read(tmp_path)
     assert record.command == (

@@ -243,7 +243,7 @@ def _read_run(folder: Path, usual: Usual) -> RunRecord:
     _need(rules, "name", str, "protocol.json")
     settings, usually = flatten(config), flatten(usual(config))
     command = _need(environment, "command", list, "environment.json")
-    from_file = any(str(word).split("=")[0] == "--config" for word in command)
+    from_file = command[1:3] == ["sweep", "make"] or any(str(word).split("=")[0] == "--config" for word in command)
     return RunRecord(
         folder=folder,
         **names,
@@ -459,10 +459,11 @@ def changes(record: RunRecord, default: RunRecord) -> dict[str, tuple[Any, Any]]
 
 def shown_path(path: Path) -> str:
     """Return a path for a file that others read: relative to the current folder, or only its last part."""
+    given = Path(os.path.abspath(path))  # a link to another disk has its own name
     try:
-        return path.resolve().relative_to(Path.cwd().resolve()).as_posix() or "."
+        return given.relative_to(Path.cwd()).as_posix() or "."
     except ValueError:
-        return path.resolve().name
+        return given.name
 
 
 def shown_command(tokens: Sequence[Any]) -> str:
