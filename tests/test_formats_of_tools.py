@@ -4,11 +4,15 @@ to write or to need."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from test_formats import box, coco, one_image, only, polygon, text
 
+from incseg.data import build_source
 from incseg.data.coco import Coco
+from incseg.types import UserError
 
 EVERYWHERE = {"size": [30, 40], "counts": [0, 1200]}
 
@@ -26,3 +30,20 @@ def test_a_brush_mask_among_polygons_of_cvat_is_an_object(tmp_path: Path) -> Non
     assert (only(Coco(tmp_path)) == 1).all()
     text(tmp_path / "x.json", coco([*shapes, {"segmentation": EVERYWHERE, "iscrowd": 1, "category_id": 90}]))
     assert np.array_equal(only(Coco(tmp_path)), np.where(box(1), 1, 255)), "COCO's own crowds have no attributes"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", coco([{"segments_info": []}]), r"a\.json: has panoptic segments, which are not read; export inst"),
+        ("a.xml", "<?xml version='1.0'?>\n<annotations><version>1.1</version></annotations>",
+         r"labels as XML, which are not read; export 'COCO 1\.0' or 'Segmentation mask 1\.1' from CVAT"),
+        ("a.json", {"info": {}, "categories": {"label": {"labels": [{"name": "cat"}]}},
+                    "items": [{"id": "0", "annotations": []}]}, r"no labels of a known format"),
+    ],
+)  # fmt: skip
+def test_formats_that_are_not_read_have_a_remedy(name: str, content: Any, message: str, tmp_path: Path) -> None:
+    text(one_image(tmp_path) / name, content)
+    with pytest.raises(UserError, match=message) as error:
+        build_source("auto", tmp_path)
+    assert "\n" not in str(error.value)

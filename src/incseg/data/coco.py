@@ -11,6 +11,7 @@ an annotation with CVAT's attributes is an object, and all are if most annotatio
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -161,12 +162,15 @@ def annotation_files(images: ImageFiles) -> list[Path]:
 
 
 def looks_like_coco(file: Path) -> bool:
-    """Return whether a JSON file is an object with two of COCO's three members near its start or its end."""
+    """Return whether a JSON file is an object with two of COCO's three members near its start or its end.
+
+    Datumaro's own format has members of these names too, but its categories are no list.
+    """
     with file.open("rb") as stream:
         text = stream.read(_GLANCE)
         stream.seek(max(0, file.stat().st_size - _GLANCE))
         text += stream.read()
-    if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+    if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or re.search(rb'"categories"\s*:\s*\{', text):
         return False
     return sum(member in text for member in (b'"images"', b'"annotations"', b'"categories"')) > 1
 
@@ -185,6 +189,8 @@ def _index(file: Path, size: int, modified: int) -> _Index:
     numbers: dict[Any, int] = {}
     used: set[Any] = set()
     for part in parts(file):
+        if isinstance(part.value, dict) and "segments_info" in part.value:
+            raise FileError(file, "has panoptic segments, which are not read", "export instances instead")
         try:
             if part.name == "images":
                 one = part.value
