@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from test_formats import box, coco, one_image, only, polygon, text
 
 from incseg.data import build_source
 from incseg.data.coco import Coco
+from incseg.data.cvat import Cvat
+from incseg.data.source import voc_palette
 from incseg.types import UserError
 
 EVERYWHERE = {"size": [30, 40], "counts": [0, 1200]}
@@ -47,3 +50,13 @@ def test_formats_that_are_not_read_have_a_remedy(name: str, content: Any, messag
     with pytest.raises(UserError, match=message) as error:
         build_source("auto", tmp_path)
     assert "\n" not in str(error.value)
+
+
+# --- masks in colours ------------------------------------------------------------------------------------------
+
+
+def test_a_labelmap_without_colours_has_those_of_voc(tmp_path: Path) -> None:
+    text(one_image(tmp_path) / "labelmap.txt", "# label:color_rgb:parts:actions\nbackground:::\ndog:::\ncat:::\n")
+    (tmp_path / "SegmentationClass").mkdir()
+    Image.fromarray(voc_palette()[box(2)]).save(tmp_path / "SegmentationClass" / "0.png")
+    assert np.array_equal(only(Cvat(tmp_path)), box(2))
