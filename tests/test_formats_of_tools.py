@@ -3,23 +3,32 @@ to write or to need."""
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from test_formats import box, coco, one_image, only, polygon, text
+from test_formats import box, coco, labelme, one_image, only, polygon, text
 
 from incseg.data import build_source
 from incseg.data.coco import Coco
 from incseg.data.cvat import Cvat
+from incseg.data.labelme import LabelMe
 from incseg.data.source import voc_palette
 from incseg.types import UserError
 
 EVERYWHERE = {"size": [30, 40], "counts": [0, 1200]}
 
 """Run lengths that cover an image."""
+
+
+def png(pixels: np.ndarray) -> str:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, format="PNG")
+    return base64.b64encode(stream.getvalue()).decode()
 
 
 # --- COCO of CVAT and Datumaro ---------------------------------------------------------------------------------
@@ -60,3 +69,15 @@ def test_a_labelmap_without_colours_has_those_of_voc(tmp_path: Path) -> None:
     (tmp_path / "SegmentationClass").mkdir()
     Image.fromarray(voc_palette()[box(2)]).save(tmp_path / "SegmentationClass" / "0.png")
     assert np.array_equal(only(Cvat(tmp_path)), box(2))
+
+
+# --- LabelMe ---------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_was_dragged_in_labelme_lies_between_pixels(tmp_path: Path) -> None:
+    for shift in (0.0, 0.25, 0.5, -0.25):
+        points = [[4 + shift, 5 + shift], [13 + shift, 14 + shift]]
+        shape = {"label": "a", "points": points, "shape_type": "mask", "mask": png(np.eye(10, dtype=np.uint8))}
+        text(one_image(tmp_path) / "images/0.json", labelme([shape]))
+        mask = only(LabelMe(tmp_path))
+        assert np.array_equal(mask[5:15, 4:14], np.eye(10, dtype=np.uint8)), shift

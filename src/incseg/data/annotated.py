@@ -15,7 +15,9 @@ pixels, labels refer to the stored pixels and are transposed like the image.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import os
 import re
 import unicodedata
@@ -335,6 +337,19 @@ def read_text(file: Path) -> bytes:
         raise FileError(file, f"has {size // 1_000_000} MB, more than the {MOST_BYTES // 1_000_000} allowed for one "
                         "image", "export it with fewer points")  # fmt: skip
     return file.read_bytes()
+
+
+def png_of_text(text: str, most: Size) -> Image.Image:
+    """Return a PNG in Base64. Refuse one that is larger than its image before it is decoded."""
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",))
+        if fits := image.width <= most[0] and image.height <= most[1]:
+            image.load()
+    except Exception as error:  # the decoder of a damaged file can raise nearly anything
+        raise ValueError("a mask that cannot be read") from error
+    if not fits:
+        raise ValueError("a mask larger than the image")
+    return image
 
 
 def clean_name(name: str) -> str:
