@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
-from test_formats import box, coco, labelme, one_image, only, polygon, text
+from test_formats import box, coco, labelme, one_image, only, photograph, polygon, text, yolo
 
 from incseg.data import build_source
 from incseg.data.coco import Coco
+from incseg.data.convert import convert
 from incseg.data.cvat import Cvat
 from incseg.data.labelme import LabelMe
+from incseg.data.shapes import Shapes
 from incseg.data.source import voc_palette
+from incseg.data.yolo import Yolo
 from incseg.types import UserError
 
 EVERYWHERE = {"size": [30, 40], "counts": [0, 1200]}
@@ -69,6 +73,34 @@ def test_a_labelmap_without_colours_has_those_of_voc(tmp_path: Path) -> None:
     (tmp_path / "SegmentationClass").mkdir()
     Image.fromarray(voc_palette()[box(2)]).save(tmp_path / "SegmentationClass" / "0.png")
     assert np.array_equal(only(Cvat(tmp_path)), box(2))
+
+
+# --- YOLO ------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_of_cvat_is_divided_although_its_list_names_all_images(tmp_path: Path) -> None:
+    text(tmp_path / "data.yaml", "names:\n  0: a\npath: .\ntrain: train.txt\n")
+    for i in range(5):
+        photograph(tmp_path / f"images/train/{i}.jpg")
+        text(tmp_path / f"labels/train/{i}.txt", yolo())
+    text(tmp_path / "train.txt", "".join(f"data/images/train/{i}.jpg\n" for i in range(5)))
+    source = Yolo(tmp_path)
+    assert len(source.names("train")) + len(source.names("val")) == 5
+    assert source.names("val")
+    text(tmp_path / "val.txt", "3.jpg\n")
+    assert source.root == tmp_path
+    assert Yolo(tmp_path).names("val") == ("train/3",)
+
+
+def test_ultralytics_finds_the_images_from_any_folder(tmp_path: Path) -> None:
+    """A path of "." means the current folder there; without path, it is the folder of data.yaml. Both splits are
+    needed."""
+    convert(Shapes(train_size=2, val_size=1, image_size=32), "yolo", tmp_path / "out", ["train"])
+    settings = yaml.safe_load((tmp_path / "out/data.yaml").read_text())
+    assert "path" not in settings
+    assert settings["train"] == settings["val"] == "images/train"
+    source = Yolo(tmp_path / "out")
+    assert len(source.names("train")) + len(source.names("val")) == 2
 
 
 # --- LabelMe ---------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ class Annotated(FileSource):
         if len(named) < len(rest + train + val + test):
             self._require_names([item.image for item in [*rest, *train, *val, *test]])
 
-        def listed(file: Path) -> list[str]:
+        def listed(file: Path) -> list[str] | None:
             return self._listed(file, named)
 
         splits, notes = chosen_splits(self.root, self.format, sorted(named), listed)
@@ -249,8 +249,8 @@ class Annotated(FileSource):
         self.notes += notes
         return {split: [named[name] for name in names] for split, names in splits.items()}
 
-    def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str]:
-        """Return the names of the images in a list of names, files or paths."""
+    def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str] | None:
+        """Return the names of the images in a list of names, files or paths; None if the list divides nothing."""
         found, unknown = [], []
         for line in (line.strip() for line in text_lines(file)):
             path = self.images.find(line)

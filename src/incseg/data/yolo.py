@@ -62,6 +62,7 @@ class Yolo(Annotated):
                 notes.append(f"'{subset}: {first_three(places)[1:-1]}' of {file.name} leads to no image here")
         if chosen.get("train") == chosen.get("val"):  # Ultralytics needs both, so some tools write one twice
             chosen.pop("val", None)
+        self._undivided = [*chosen] == ["train"] and str(settings["train"]).endswith(".txt")
         if "train" not in chosen and "val" not in chosen:
             chosen = self._by_folder()
         without, empty, number = list[str](), 0, 0
@@ -125,6 +126,11 @@ class Yolo(Annotated):
                 if key and (inside := self.images.under(key)):
                     return inside
         return []
+
+    def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str] | None:
+        """Return the images in a list; None for a train.txt that data.yaml names without val: it has all images."""
+        own = self._undivided and file.name == "train.txt" and self.images.path("val.txt") is None
+        return None if own else super()._listed(file, named)
 
     def _labels(self, image: Path) -> Path | None:
         """Return the text file of an image: in labels/ instead of images/, or beside it."""
@@ -201,6 +207,8 @@ class YoloWriter(Writer):
         places: dict[str, Any] = {split: f"images/{split}" for split in self._splits if split}
         if "" in self._splits:  # a list has an order, a folder has none
             write_text(self.out / "train.txt", "".join(f"{line}\n" for line in self._splits[""]))
-            places = {"train": "train.txt", "val": "train.txt"}
-        settings = {"path": ".", **places, "names": dict(enumerate(self.names))}
+            places = {"train": "train.txt"}
+        # Ultralytics needs both splits. Without "path", places are relative to this file.
+        places = {"train": places.get("val"), "val": places.get("train"), **places}
+        settings = {**places, "names": dict(enumerate(self.names))}
         write_text(self.out / "data.yaml", yaml.safe_dump(settings, allow_unicode=True, sort_keys=False))
