@@ -18,6 +18,7 @@ from incseg.data import build_source
 from incseg.data.coco import Coco
 from incseg.data.convert import convert
 from incseg.data.cvat import Cvat
+from incseg.data.files import FileError
 from incseg.data.labelme import LabelMe
 from incseg.data.shapes import Shapes
 from incseg.data.source import voc_palette
@@ -46,6 +47,18 @@ def test_a_brush_mask_among_polygons_of_cvat_is_an_object(tmp_path: Path) -> Non
     assert (only(Coco(tmp_path)) == 1).all()
     text(tmp_path / "x.json", coco([*shapes, {"segmentation": EVERYWHERE, "iscrowd": 1, "category_id": 90}]))
     assert np.array_equal(only(Coco(tmp_path)), np.where(box(1), 1, 255)), "COCO's own crowds have no attributes"
+
+
+def test_panoptic_pngs_are_not_taken_for_images(tmp_path: Path) -> None:
+    """Datumaro writes annotations/panoptic_train/0.png beside the instances of images/train/0.png."""
+    content = coco([{"segmentation": polygon()}])
+    content["images"][0]["file_name"] = "0.png"
+    text(tmp_path / "annotations/instances_train.json", content)
+    text(tmp_path / "annotations/panoptic_train.json", coco([{"segments_info": []}]))
+    for folder in ("images/train", "annotations/panoptic_train"):
+        photograph(tmp_path / folder / "0.png")
+    source = Coco(tmp_path)
+    assert source.files("train").images == (tmp_path / "images/train/0.png",)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +126,25 @@ def test_a_mask_that_was_dragged_in_labelme_lies_between_pixels(tmp_path: Path) 
         text(one_image(tmp_path) / "images/0.json", labelme([shape]))
         mask = only(LabelMe(tmp_path))
         assert np.array_equal(mask[5:15, 4:14], np.eye(10, dtype=np.uint8)), shift
+
+
+# --- Label Studio ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["15598245-", "28782273__"])
+def test_the_prefix_of_uploads_in_other_formats_of_label_studio(prefix: str, tmp_path: Path) -> None:
+    content = coco([{"segmentation": polygon()}])
+    content["images"][0]["file_name"] = f"../../label-studio/data/media/upload/2/{prefix}0.jpg"
+    text(one_image(tmp_path) / "result.json", content)
+    assert np.array_equal(only(Coco(tmp_path)), box(1))
+    (tmp_path / "result.json").unlink()
+    text(tmp_path / "classes.txt", "a\n")
+    labels = text(tmp_path / "labels" / f"{prefix}0.txt", yolo())
+    assert np.array_equal(only(Yolo(tmp_path)), box(1))
+    text(tmp_path / "labels" / "0123abcd-0.txt", yolo())
+    with pytest.raises(FileError, match=r"0\.txt: '.*0\.txt' is for the same image; keep one of them"):
+        Yolo(tmp_path)
+    photograph(tmp_path / "images" / f"{prefix}0.jpg")
+    (tmp_path / "images" / "0.jpg").unlink()
+    assert np.array_equal(only(Yolo(tmp_path)), box(1)), "an export with images has the prefix in both"
+    assert labels.is_file()

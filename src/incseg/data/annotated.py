@@ -64,6 +64,9 @@ IGNORE_NAME = "__ignore__"
 _BACKGROUND_NAMES = {"background", "_background_", "__background__"}
 _IGNORE_NAMES = {IGNORE_NAME, "ignore", "ignored", "void", "unlabelled", "unlabeled"}
 _IMAGE_FOLDERS = {"images", "jpegimages", "img", "imgs"}
+_LABEL_FOLDERS = {"annotations", "masks", "segmentationclass", "segmentationobject"}
+_UPLOAD = re.compile(r"^[0-9a-f]{8}(-|__)")
+"""What Label Studio puts before the names of files: for uploads a dash follows, for local files two underscores."""
 _SUBSET = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation|test|testing)\d*(?:[^a-z]|$)")
 
 
@@ -429,11 +432,12 @@ class ImageFiles:
     def find(self, name: str, beside: Path | None = None) -> Path | None:
         """Return the image for a name or path in an annotation file: the one whose path has the longest common end.
 
-        Of several, prefer one below the folder of the file `beside`, then one whose path names the same subset.
+        Of several, prefer one outside folders of masks, then one below the folder of the file `beside`, then one whose
+        path names the same subset. If there is none, try the name without the prefix of Label Studio.
         """
         near = self.key(beside) if beside is not None else ""
         plain = unicodedata.normalize("NFC", name.replace("\\", "/"))
-        for text in dict.fromkeys((plain, unquote(plain))):
+        for text in dict.fromkeys((plain, unquote(plain), without_upload(unquote(plain).rpartition("/")[2]))):
             wanted = [part for part in text.split("/") if part not in ("", ".", "..")]
             keys = self._by_name.get(wanted[-1], []) if wanted else []
             ranked = sorted(
@@ -463,9 +467,19 @@ def agreement(parts: Sequence[str], others: Sequence[str]) -> int:
     return number
 
 
-def _nearness(key: str, near: str) -> tuple[bool, bool]:
+def _nearness(key: str, near: str) -> tuple[bool, bool, bool]:
     folder = near.rpartition("/")[0]
-    return bool(folder) and key.startswith(f"{folder}/"), bool(near) and subset_of(key) == subset_of(near)
+    is_photograph = _LABEL_FOLDERS.isdisjoint(key.lower().split("/")[:-1])
+    return (
+        is_photograph,
+        bool(folder) and key.startswith(f"{folder}/"),
+        bool(near) and subset_of(key) == subset_of(near),
+    )
+
+
+def without_upload(name: str) -> str:
+    """Return the name of a file without the prefix of Label Studio."""
+    return _UPLOAD.sub("", name)
 
 
 def _walk(root: Path) -> Iterator[Path]:

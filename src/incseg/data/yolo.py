@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,6 +23,7 @@ from incseg.data.annotated import (
     read_text,
     subset_of,
     unlabelled_note,
+    without_upload,
 )
 from incseg.data.files import BOXES, FileError, text_lines
 from incseg.data.folder import first_three
@@ -46,6 +48,10 @@ class Yolo(Annotated):
 
     def scan(self) -> Scan:
         self._names: dict[int, str] = {}
+        self._uploads: dict[str, list[Path]] = defaultdict(list)
+        for path in self.images.with_suffix(".txt"):
+            if (name := without_upload(path.name)) != path.name:
+                self._uploads[self.images.key(path).removesuffix(path.name) + name].append(path)
         file, settings = self._settings()
         subsets: dict[str, list[Labelled]] = {"train": [], "val": [], "test": [], "": []}
         notes: list[str] = []
@@ -140,8 +146,15 @@ class Yolo(Annotated):
         options = ["/".join([*parts[:i], "labels", *parts[i + 1 :]]) for i in reversed(at)]
         options += [str(path), f"labels/{path.name}"]
         lists = {f"{name}.txt" for name in ("train", "val", "valid", "test", "classes")}
-        found = (self.images.path(option) for option in options if option not in lists)
+        found = (self.images.path(option) or self._uploaded(option) for option in options if option not in lists)
         return next((one for one in found if one is not None), None)
+
+    def _uploaded(self, key: str) -> Path | None:
+        """Return the text file that Label Studio has named after an uploaded image."""
+        files = self._uploads.get(key, [])
+        if len(files) > 1:
+            raise FileError(files[0], f"'{files[1].name}' is for the same image", "keep one of them")
+        return files[0] if files else None
 
     def shapes(self, item: Labelled, sizes: Sequence[Size]) -> tuple[Size, list[Region], list[str]]:
         size = sizes[0]
