@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +15,23 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from test_formats import box, coco, labelme, one_image, only, photograph, polygon, text, yolo
+from test_formats import SIZE, box, brush, coco, labelme, one_image, only, photograph, polygon, task, text, yolo
 
 from incseg.data import build_source
+from incseg.data.check import check
 from incseg.data.coco import Coco
 from incseg.data.convert import convert
 from incseg.data.cvat import Cvat
+from incseg.data.detect import detect
 from incseg.data.files import FileError
 from incseg.data.labelme import LabelMe
+from incseg.data.labelstudio import LabelStudio
 from incseg.data.shapes import Shapes
 from incseg.data.source import voc_palette
 from incseg.data.yolo import Yolo
 from incseg.types import UserError
 
 EVERYWHERE = {"size": [30, 40], "counts": [0, 1200]}
-
 """Run lengths that cover an image."""
 
 
@@ -148,3 +153,180 @@ def test_the_prefix_of_uploads_in_other_formats_of_label_studio(prefix: str, tmp
     (tmp_path / "images" / "0.jpg").unlink()
     assert np.array_equal(only(Yolo(tmp_path)), box(1)), "an export with images has the prefix in both"
     assert labels.is_file()
+
+
+def test_a_brush_stroke_that_is_half_transparent(tmp_path: Path) -> None:
+    """The strokes that label_studio_sdk makes of contours have the value 100 instead of 255."""
+    results = [{"type": "brushlabels", "value": {"format": "rle", "rle": brush(box(1), 100), "brushlabels": ["a"]}}]
+    text(one_image(tmp_path) / "export.json", [task(results)])
+    assert np.array_equal(only(LabelStudio(tmp_path)), box(1))
+
+
+def test_bitmasks_of_label_studio(tmp_path: Path) -> None:
+    """The black pixels of a transparent PNG."""
+
+    def write(alpha: np.ndarray) -> LabelStudio:
+        pixels = np.zeros((*alpha.shape, 4), dtype=np.uint8)
+        pixels[..., 3] = alpha
+        value = {"imageDataURL": f"data:image/png;base64,{png(pixels)}", "bitmasklabels": ["a"]}
+        text(one_image(tmp_path) / "export.json", [task([{"type": "bitmasklabels", "value": value}])])
+        return LabelStudio(tmp_path)
+
+    assert np.array_equal(only(write(box(255))), box(1))
+    for wrong, message in (
+        (box(255, (39, 30)), "a bitmask of 39×30 pixels"),
+        (box(255, (50, 50)), "a mask larger than the image"),
+    ):
+        with pytest.raises(FileError, match=message):
+            only(write(wrong))
+
+
+def test_the_last_annotation_of_a_task_counts_in_the_short_form(tmp_path: Path) -> None:
+    region = {"points": [[0, 0], [100, 0], [100, 100], [0, 100]], "polygonlabels": ["new"],
+              "original_width": SIZE[0], "original_height": SIZE[1]}  # fmt: skip
+    short = [
+        {"image": "/x/0.jpg", "id": 13, "tag": [region], "annotation_id": 25},
+        {"image": "/x/0.jpg", "id": 13, "tag": [{**region, "polygonlabels": ["old"]}], "annotation_id": 13},
+    ]
+    for entries in (short, short[::-1]):
+        text(one_image(tmp_path) / "export.json", entries)
+        source = LabelStudio(tmp_path)
+        assert source.info.classes == ("new",)
+        assert (only(source) == 1).all()
+    text(tmp_path / "export.json", [short[0], {**short[1], "id": 14}])
+    with pytest.raises(FileError, match="has more than one task; keep one of them"):
+        LabelStudio(tmp_path)
+
+
+def test_a_long_stroke_at_the_start_of_the_short_form_is_recognised(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    noise = generator.integers(0, 2, (150, 200), dtype=np.uint8)
+    region = {"format": "rle", "rle": brush(noise), "brushlabels": ["a"], "original_width": 200, "original_height": 150}
+    photograph(tmp_path / "0.jpg", (200, 150))
+    file = text(tmp_path / "export.json", [{"image": "0.jpg", "id": 3, "tag": [region], "annotation_id": 5}])
+    assert file.read_text().index("annotation_id") > 1 << 16
+    assert np.array_equal(only(build_source("auto", tmp_path)), noise)
+
+
+def test_written_tasks_have_numbers(tmp_path: Path) -> None:
+    """label_studio_sdk's converter needs them. Label Studio itself gives its own."""
+    convert(Shapes(train_size=2, val_size=1, image_size=32), "labelstudio", tmp_path / "out")
+    tasks = [one for file in sorted((tmp_path / "out").glob("tasks_*.json")) for one in json.loads(file.read_text())]
+    assert [one["id"] for one in tasks] == [1, 2, 3]
+
+
+# --- brush PNGs of Label Studio --------------------------------------------------------------------------------
+
+
+def brush_png(root: Path, label: str, mask: np.ndarray, number: int = 0, task: int = 13, annotation: int = 15) -> Path:
+    path = root / f"task-{task}-annotation-{annotation}-by-1-{label}-{number}.png"
+    Image.fromarray(mask).save(path)
+    return path
+
+
+def tasks_of(root: Path, **images: str) -> Path:
+    listed = [{"id": int(task[1:]), "data": {"image": image}} for task, image in images.items()]
+    return text(root / "tasks.json", listed)
+
+
+def test_brush_pngs_with_a_list_of_tasks(tmp_path: Path) -> None:
+    """Of several annotations of a task the last counts. Smaller strokes are drawn over larger ones."""
+    root = one_image(tmp_path)
+    photograph(root / "images" / "1.jpg")
+    photograph(root / "images" / "2.jpg")
+    tasks_of(root, t13="/data/upload/2/15598245-0.jpg", t14="/data/upload/2/44797aa4-1.jpg", t15="/x/2.jpg")
+    brush_png(root, "tag-wall", np.full(SIZE[::-1], 255, dtype=np.uint8))
+    brush_png(root, "tag-cat", box(255), 3)
+    brush_png(root, "tag-old", box(255), annotation=9)
+    brush_png(root, "tag-cat", box(100), task=14)
+    assert detect(root) == "labelstudio"
+    source = LabelStudio(root)
+    assert source.info.classes == ("cat", "wall")
+    masks = {name: source.mask(split, i) for split in ("train", "val") for i, name in enumerate(source.names(split))}
+    assert np.array_equal(masks["0"], np.where(box(1), 1, 2))
+    assert np.array_equal(masks["1"], box(1))
+    assert "1 of 3 images have no labels yet and are left out ('/x/2.jpg')" in " ".join(source.notes)
+    assert check(source).ok
+
+
+def test_brush_pngs_with_images_that_are_named_by_their_tasks(tmp_path: Path) -> None:
+    photograph(tmp_path / "photos" / "task-13.jpg")
+    photograph(tmp_path / "photos" / "task-14.jpg")
+    first = brush_png(tmp_path, "tag-wall", np.full(SIZE[::-1], 255, dtype=np.uint8))
+    second = brush_png(tmp_path, "tag-cat", box(255))
+    brush_png(tmp_path, "tag-no_label", box(255))
+    source = LabelStudio(tmp_path)
+    assert np.array_equal(only(source), np.where(box(1), 1, 2))
+    assert "1 of 2 images have no labels yet and are left out ('task-14.jpg')" in " ".join(source.notes)
+    assert "left out: brush PNGs without a label, 1 in 1 image ('photos/task-13')" in check(source).notes
+    prints = [source.fingerprint("train")]
+    for file in (first, second):
+        Image.fromarray(box(255)[::-1].copy()).save(file)
+        prints.append(LabelStudio(tmp_path).fingerprint("train"))
+    assert len(set(prints)) == 3, "every PNG of an image counts"
+
+
+def test_the_interface_tells_the_tag_from_the_label(tmp_path: Path) -> None:
+    photograph(tmp_path / "task-13.jpg")
+    labels = "".join(f'<Label value="{label}"/>' for label in ("a", "a-b", "on/off &amp; up"))
+    text(tmp_path / "config.xml", f'<View><BrushLabels toName="image" name="my-tag">{labels}</BrushLabels></View>')
+    for number, (label, mask) in enumerate(
+        [("a-b", box(255)), ("on-off & up", box(255)[::-1]), ("a-on-off & up", box(255)[:, ::-1])]
+    ):
+        brush_png(tmp_path, f"my-tag-{label}", mask.copy(), number)
+    source = LabelStudio(tmp_path)
+    assert source.info.classes == ("a", "a-b", "on/off & up")
+    mask = only(source)
+    assert (mask[10, 8], mask[20, 8], mask[10, 30]) == (2, 3, 1)
+
+
+def alone(root: Path) -> None:
+    (root / "task-13.jpg").rename(root / "photo.jpg")
+
+
+def of_another_size(root: Path) -> None:
+    brush_png(root, "tag-cat", box(255, (41, 30)), 1)
+
+
+def broken(root: Path) -> None:
+    file = brush_png(root, "tag-cat", box(255), 1)
+    file.write_bytes(file.read_bytes()[:60])
+
+
+def of_an_unknown_label(root: Path) -> None:
+    text(root / "config.xml", '<View><BrushLabels name="tag"><Label value="dog"/></BrushLabels></View>')
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (alone, r"\('task-13' …\), not images; put the JSON export beside them, or name the images task-ID\.jpg"),
+        (of_another_size, r"1-tag-cat-1\.png: the mask is 41×30 but its image 40×30; export both at one size"),
+        (broken, r"1-tag-cat-1\.png: cannot be read as an image"),
+        (of_an_unknown_label, r"1-tag-cat-0\.png: its label is not in config\.xml; add it there"),
+    ],
+)  # fmt: skip
+def test_faulty_brush_pngs_are_one_line(change: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    photograph(tmp_path / "task-13.jpg")
+    brush_png(tmp_path, "tag-cat", box(255))
+    change(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        only(LabelStudio(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_many_brush_pngs_of_a_photograph_take_the_memory_of_a_few(tmp_path: Path) -> None:
+    size = (2400, 1600)
+    photograph(tmp_path / "task-13.jpg", size)
+    for number in range(12):
+        stroke = np.zeros(size[::-1], dtype=np.uint8)
+        stroke[100 * number :, 50:900] = 255
+        brush_png(tmp_path, f"tag-{number:02}", stroke)
+    source = LabelStudio(tmp_path)
+    tracemalloc.start()
+    mask = source.mask("train", 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert mask[1150, 60] == 12
+    assert mask[50, 60] == 1
+    assert peak < 6 * mask.size, "all twelve take more than twice as much"

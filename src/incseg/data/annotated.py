@@ -76,11 +76,17 @@ class Labelled:
 
     file:   the file with its labels.
     labels: what the reader needs to find them in this file.
+    more:   other files with its labels.
     """
 
     image: Path
     file: Path
     labels: Any = None
+    more: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.file, *self.more
 
 
 @dataclass
@@ -275,7 +281,7 @@ class Annotated(FileSource):
     def _pair_files(self, items: Sequence[Labelled]) -> PairFiles:
         self._require_names([item.image for item in items])
         names = tuple(self._name(item.image) for item in items)
-        labels = tuple(dict.fromkeys(item.file for item in items))
+        labels = tuple(dict.fromkeys(file for item in items for file in item.files))
         return PairFiles(names, tuple(item.image for item in items), labels)
 
     def _require_names(self, images: Iterable[Path]) -> None:

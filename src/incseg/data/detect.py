@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from incseg.data.annotated import ImageFiles
+from incseg.data.brushes import is_brush_png
 from incseg.data.coco import looks_like_coco
 from incseg.data.cvat import LABELMAP, VALUES_FILE
 from incseg.data.folder import require_folder
@@ -43,6 +44,8 @@ def formats_in(root: Path) -> list[str]:
             found.append("coco")
         elif b'"shapes"' in _start(path):
             found.append("labelme")
+    if any(map(is_brush_png, files.images())):
+        found.append("labelstudio")
     if {"data.yaml", "data.yml", "dataset.yaml", "obj.names"} & names or ("classes.txt" in names and _is_yolo(files)):
         found.append("yolo")
     return list(dict.fromkeys(found))
