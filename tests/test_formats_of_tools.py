@@ -266,7 +266,7 @@ def test_brush_pngs_with_images_that_are_named_by_their_tasks(tmp_path: Path) ->
     assert len(set(prints)) == 3, "every PNG of an image counts"
 
 
-def test_the_interface_tells_the_tag_from_the_label(tmp_path: Path) -> None:
+def test_the_interface_separates_the_tag_from_the_label(tmp_path: Path) -> None:
     photograph(tmp_path / "task-13.jpg")
     labels = "".join(f'<Label value="{label}"/>' for label in ("a", "a-b", "on/off &amp; up"))
     text(tmp_path / "config.xml", f'<View><BrushLabels toName="image" name="my-tag">{labels}</BrushLabels></View>')
