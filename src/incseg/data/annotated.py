@@ -52,7 +52,7 @@ from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 Size = tuple[int, int]
 """Width and height."""
-_VERSION = 1
+_VERSION = 2
 """Version of the rule from shapes to pixels, part of the fingerprint."""
 _MOST_WORK = 10_000_000_000
 """Limit on the pixels in the boxes of all objects of an image. Drawing as many takes about a minute."""
