@@ -15,7 +15,9 @@ pixels, labels refer to the stored pixels and are transposed like the image.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import os
 import re
 import unicodedata
@@ -50,7 +52,7 @@ from incseg.types import BACKGROUND, IGNORE, MAX_CLASSES, DatasetInfo, UserError
 
 Size = tuple[int, int]
 """Width and height."""
-_VERSION = 1
+_VERSION = 2
 """Version of the rule from shapes to pixels, part of the fingerprint."""
 _MOST_WORK = 10_000_000_000
 """Limit on the pixels in the boxes of all objects of an image. Drawing as many takes about a minute."""
@@ -62,6 +64,9 @@ IGNORE_NAME = "__ignore__"
 _BACKGROUND_NAMES = {"background", "_background_", "__background__"}
 _IGNORE_NAMES = {IGNORE_NAME, "ignore", "ignored", "void", "unlabelled", "unlabeled"}
 _IMAGE_FOLDERS = {"images", "jpegimages", "img", "imgs"}
+_LABEL_FOLDERS = {"annotations", "masks", "segmentationclass", "segmentationobject"}
+_UPLOAD = re.compile(r"^[0-9a-f]{8}(-|__)")
+"""What Label Studio puts before the names of files: for uploads a dash follows, for local files two underscores."""
 _SUBSET = re.compile(r"(?:^|[^a-z])(train|training|val|valid|validation|test|testing)\d*(?:[^a-z]|$)")
 
 
@@ -71,11 +76,17 @@ class Labelled:
 
     file:   the file with its labels.
     labels: what the reader needs to find them in this file.
+    more:   other files with its labels.
     """
 
     image: Path
     file: Path
     labels: Any = None
+    more: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.file, *self.more
 
 
 @dataclass
@@ -239,7 +250,7 @@ class Annotated(FileSource):
         if len(named) < len(rest + train + val + test):
             self._require_names([item.image for item in [*rest, *train, *val, *test]])
 
-        def listed(file: Path) -> list[str]:
+        def listed(file: Path) -> list[str] | None:
             return self._listed(file, named)
 
         splits, notes = chosen_splits(self.root, self.format, sorted(named), listed)
@@ -247,8 +258,8 @@ class Annotated(FileSource):
         self.notes += notes
         return {split: [named[name] for name in names] for split, names in splits.items()}
 
-    def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str]:
-        """Return the names of the images in a list of names, files or paths."""
+    def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str] | None:
+        """Return the names of the images in a list of names, files or paths; None if the list divides nothing."""
         found, unknown = [], []
         for line in (line.strip() for line in text_lines(file)):
             path = self.images.find(line)
@@ -270,7 +281,7 @@ class Annotated(FileSource):
     def _pair_files(self, items: Sequence[Labelled]) -> PairFiles:
         self._require_names([item.image for item in items])
         names = tuple(self._name(item.image) for item in items)
-        labels = tuple(dict.fromkeys(item.file for item in items))
+        labels = tuple(dict.fromkeys(file for item in items for file in item.files))
         return PairFiles(names, tuple(item.image for item in items), labels)
 
     def _require_names(self, images: Iterable[Path]) -> None:
@@ -335,6 +346,19 @@ def read_text(file: Path) -> bytes:
         raise FileError(file, f"has {size // 1_000_000} MB, more than the {MOST_BYTES // 1_000_000} allowed for one "
                         "image", "export it with fewer points")  # fmt: skip
     return file.read_bytes()
+
+
+def png_of_text(text: str, most: Size) -> Image.Image:
+    """Return a PNG in Base64. Refuse one that is larger than its image before it is decoded."""
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",))
+        if fits := image.width <= most[0] and image.height <= most[1]:
+            image.load()
+    except Exception as error:  # the decoder of a damaged file can raise nearly anything
+        raise ValueError("a mask that cannot be read") from error
+    if not fits:
+        raise ValueError("a mask larger than the image")
+    return image
 
 
 def clean_name(name: str) -> str:
@@ -414,11 +438,12 @@ class ImageFiles:
     def find(self, name: str, beside: Path | None = None) -> Path | None:
         """Return the image for a name or path in an annotation file: the one whose path has the longest common end.
 
-        Of several, prefer one below the folder of the file `beside`, then one whose path names the same subset.
+        Of several, prefer one outside folders of masks, then one below the folder of the file `beside`, then one whose
+        path names the same subset. If there is none, try the name without the prefix of Label Studio.
         """
         near = self.key(beside) if beside is not None else ""
         plain = unicodedata.normalize("NFC", name.replace("\\", "/"))
-        for text in dict.fromkeys((plain, unquote(plain))):
+        for text in dict.fromkeys((plain, unquote(plain), without_upload(unquote(plain).rpartition("/")[2]))):
             wanted = [part for part in text.split("/") if part not in ("", ".", "..")]
             keys = self._by_name.get(wanted[-1], []) if wanted else []
             ranked = sorted(
@@ -448,9 +473,19 @@ def agreement(parts: Sequence[str], others: Sequence[str]) -> int:
     return number
 
 
-def _nearness(key: str, near: str) -> tuple[bool, bool]:
+def _nearness(key: str, near: str) -> tuple[bool, bool, bool]:
     folder = near.rpartition("/")[0]
-    return bool(folder) and key.startswith(f"{folder}/"), bool(near) and subset_of(key) == subset_of(near)
+    is_photograph = _LABEL_FOLDERS.isdisjoint(key.lower().split("/")[:-1])
+    return (
+        is_photograph,
+        bool(folder) and key.startswith(f"{folder}/"),
+        bool(near) and subset_of(key) == subset_of(near),
+    )
+
+
+def without_upload(name: str) -> str:
+    """Return the name of a file without the prefix of Label Studio."""
+    return _UPLOAD.sub("", name)
 
 
 def _walk(root: Path) -> Iterator[Path]:

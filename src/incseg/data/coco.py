@@ -4,13 +4,14 @@ The file is scanned once, entry by entry. An annotation is read again when its i
 set, 450 MB, takes only the memory of its list of images.
 
 Several polygons of an annotation are one object, and a polygon inside the others is a hole. A crowd (iscrowd 1) counts
-as not annotated. But if most annotations of a file are crowds, the flag means run lengths, as in CVAT's export of
-brush masks. Then they are objects like others.
+as not annotated. But CVAT and Datumaro write iscrowd 1 for every object with run lengths: brush masks and ellipses. So
+an annotation with CVAT's attributes is an object, and all are if most annotations of a file are crowds.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ class Coco(Annotated):
         self, one: dict[str, Any], item: Labelled, index: _Index, size: Size, regions: list[Region], remarks: list[str]
     ) -> None:
         shape = one.get("segmentation")
-        crowd = bool(one.get("iscrowd")) and not index.brush
+        crowd = _is_crowd(one) and not index.brush
         label = IGNORE if crowd else self.label(index.names.get(one["category_id"]), item.file)
         if not shape:
             remarks.append("objects with a box but no outline")
@@ -161,12 +162,15 @@ def annotation_files(images: ImageFiles) -> list[Path]:
 
 
 def looks_like_coco(file: Path) -> bool:
-    """Return whether a JSON file is an object with two of COCO's three members near its start or its end."""
+    """Return whether a JSON file is an object with two of COCO's three members near its start or its end.
+
+    Datumaro's own format has members of these names too, but its categories are no list.
+    """
     with file.open("rb") as stream:
         text = stream.read(_GLANCE)
         stream.seek(max(0, file.stat().st_size - _GLANCE))
         text += stream.read()
-    if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+    if not text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or re.search(rb'"categories"\s*:\s*\{', text):
         return False
     return sum(member in text for member in (b'"images"', b'"annotations"', b'"categories"')) > 1
 
@@ -185,6 +189,8 @@ def _index(file: Path, size: int, modified: int) -> _Index:
     numbers: dict[Any, int] = {}
     used: set[Any] = set()
     for part in parts(file):
+        if isinstance(part.value, dict) and "segments_info" in part.value:
+            raise FileError(file, "has panoptic segments, which are not read", "export instances instead")
         try:
             if part.name == "images":
                 one = part.value
@@ -197,7 +203,7 @@ def _index(file: Path, size: int, modified: int) -> _Index:
                 offsets.append(part.offset)
                 lengths.append(part.length)
                 used.add(part.value["category_id"])
-                crowds += bool(part.value.get("iscrowd"))
+                crowds += _is_crowd(part.value)
                 index.segmented += bool(part.value.get("segmentation"))
         except BROKEN as error:
             what = f"the entry at byte {part.offset} of '{part.name}' is not one of COCO ({error})"
@@ -225,6 +231,11 @@ def _drop_placeholder(index: _Index, used: set[Any]) -> None:
     first = next(iter(index.names))
     if first == 0 and first not in used and len(index.names) > 1 and used:
         del index.names[first]
+
+
+def _is_crowd(one: dict[str, Any]) -> bool:
+    """Return whether an annotation is a crowd. One with the attribute that CVAT gives every shape is a brush mask."""
+    return bool(one.get("iscrowd")) and "occluded" not in (one.get("attributes") or {})
 
 
 def _runs(shape: dict[str, Any], size: Size, item: Labelled) -> np.ndarray:

@@ -24,6 +24,7 @@ from incseg.data.annotated import (
 )
 from incseg.data.files import UNNAMED, FileError, read_stored, text_lines
 from incseg.data.folder import first_three
+from incseg.data.source import voc_palette
 from incseg.data.writing import Writer
 from incseg.io import replacing, write_text
 from incseg.types import BACKGROUND, IGNORE, UNSEEN, UserError
@@ -85,7 +86,7 @@ class Cvat(Annotated):
         return Scan([*names], subsets, notes)
 
     def _read_labelmap(self, file: Path) -> list[str]:
-        """Read lines "name:r,g,b:parts:actions"; a line without a colour counts by its position."""
+        """Read lines "name:r,g,b:parts:actions". If no line has a colour, they have VOC's, as Datumaro reads them."""
         entries = [line for line in text_lines(file) if line.strip() and not line.startswith("#")]
         colours, numbers = self._colours.setdefault(file, {}), self._numbers.setdefault(file, {})
         for number, line in enumerate(entries):
@@ -98,9 +99,12 @@ class Cvat(Annotated):
                 red, green, blue = (int(part) for part in match["colour"].split(","))
                 if max(red, green, blue) > 255:
                     raise FileError(file, f"'{line[:60]}' has a colour above 255", "correct the line")
-                code = red << 16 | green << 8 | blue
+                code = _code(red, green, blue)
                 if colours.setdefault(code, name) != name:
                     raise FileError(file, f"'{colours[code]}' and '{name}' have one colour", "give each its own")
+        if not colours:
+            palette = voc_palette().tolist()
+            colours |= {_code(*palette[number]): name for number, name in numbers.items() if number < len(palette)}
         colours.setdefault(0, "background")
         return [*numbers.values()]
 
@@ -215,6 +219,10 @@ class CvatWriter(Writer):
         write_text(self.out / LABELMAP, "# label:color_rgb:parts:actions\n" + "".join(lines))
         for split, names in self._splits.items():
             write_text(self.out / "ImageSets" / "Segmentation" / f"{split}.txt", "".join(f"{n}\n" for n in names))
+
+
+def _code(red: int, green: int, blue: int) -> int:
+    return red << 16 | green << 8 | blue
 
 
 def _colour(colour: np.ndarray) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from incseg.data.annotated import ImageFiles
+from incseg.data.brushes import is_brush_png
 from incseg.data.coco import looks_like_coco
 from incseg.data.cvat import LABELMAP, VALUES_FILE
 from incseg.data.folder import require_folder
@@ -18,9 +19,13 @@ _MOST_FILES = 50
 
 def detect(root: str | Path) -> str:
     """Return the name of the format of the labels in a folder."""
-    found = formats_in(require_folder(root))
+    folder = require_folder(root)
+    found = formats_in(folder)
     if len(found) == 1:
         return found[0]
+    if not found and any(b"<annotation" in _start(path) for path in ImageFiles(folder).with_suffix(".xml")):
+        what = f"'{root}' has labels as XML, which are not read"
+        raise UserError(f"{what}; export 'COCO 1.0' or 'Segmentation mask 1.1' from CVAT instead")
     what = f"labels of {' and '.join(found)}" if found else "no labels of a known format"
     raise UserError(f"'{root}' has {what}; name the format with --data: folder, coco, labelme, yolo, cvat, labelstudio")
 
@@ -37,16 +42,18 @@ def formats_in(root: Path) -> list[str]:
             found.append("labelstudio")
         elif looks_like_coco(path):
             found.append("coco")
-        elif _has_shapes(path):
+        elif b'"shapes"' in _start(path):
             found.append("labelme")
+    if any(map(is_brush_png, files.images())):
+        found.append("labelstudio")
     if {"data.yaml", "data.yml", "dataset.yaml", "obj.names"} & names or ("classes.txt" in names and _is_yolo(files)):
         found.append("yolo")
     return list(dict.fromkeys(found))
 
 
-def _has_shapes(path: Path) -> bool:
+def _start(path: Path) -> bytes:
     with path.open("rb") as stream:
-        return b'"shapes"' in stream.read(1 << 16)
+        return stream.read(1 << 16)
 
 
 def _is_yolo(files: ImageFiles) -> bool:

@@ -88,19 +88,19 @@ def require_folder(root: PathLike) -> Path:
 
 
 def chosen_splits(
-    root: Path, kind: str, names: Iterable[str], listed: Callable[[Path], list[str]]
+    root: Path, kind: str, names: Iterable[str], listed: Callable[[Path], list[str] | None]
 ) -> tuple[dict[Split, list[str]], list[str]]:
     """Return the images of each split, by the lists train.txt and val.txt or by a hash of the names, and notes on it.
 
-    listed: function that returns the images in such a list.
+    listed: function that returns the images in such a list, or None for a list that does not count.
     """
     images, notes = list(names), []
     train, val = (listed(file) if file.is_file() else None for file in (root / "train.txt", root / "val.txt"))
     if train is None and val is None:
         train, val = hash_split(images)
         notes.append(
-            f"{kind}: no train.txt or val.txt, so a hash of the names chose {counted(len(train), 'image')} for "
-            f"training and {len(val)} for testing"
+            f"{kind}: no train.txt or val.txt divides the images, so a hash of their names chose "
+            f"{counted(len(train), 'image')} for training and {len(val)} for testing"
         )
     elif train is None or val is None:
         missing = "train" if train is None else "val"

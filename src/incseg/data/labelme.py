@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from incseg.data.annotated import (
     Annotated,
@@ -25,6 +22,7 @@ from incseg.data.annotated import (
     labelled_size,
     left_out,
     missing_note,
+    png_of_text,
     subset_of,
     unlabelled_note,
 )
@@ -141,18 +139,14 @@ def _ring(kind: str, points: np.ndarray) -> np.ndarray | None:
 
 
 def _mask(text: str, points: np.ndarray, size: Size) -> Patch:
-    """Return the pixels of a mask shape: a PNG as text. The two points are its first and its last pixel."""
-    (left, top), (right, bottom) = np.rint(points[:2]).astype(np.int64).tolist()
-    if right - left >= size[0] or bottom - top >= size[1]:
-        raise ValueError("a mask larger than the image")
-    try:
-        with Image.open(io.BytesIO(base64.b64decode(text)), formats=("PNG",)) as image:
-            found = image.size
-            pixels = np.asarray(image.convert("L")) > 0 if found == (right - left + 1, bottom - top + 1) else None
-    except Exception as error:  # the decoder of a damaged file can raise nearly anything
-        raise ValueError("a mask that cannot be read") from error
-    if pixels is None:
-        raise ValueError(f"a mask of {found[0]}×{found[1]} pixels in a box of another size")
+    """Return the pixels of a mask shape: a PNG as text. The two points are its first and its last pixel; if the mask
+    was dragged, they are between pixels."""
+    left, top = np.ceil(points[0] - 0.5).astype(np.int64).tolist()
+    width, height = np.rint(np.diff(points[:2], axis=0)[0] + 1).astype(np.int64).tolist()
+    image = png_of_text(text, size)
+    if image.size != (width, height):
+        raise ValueError(f"a mask of {image.width}×{image.height} pixels in a box of another size")
+    pixels = np.asarray(image.convert("L")) > 0
     pixels = pixels[max(0, -top) : max(0, size[1] - top), max(0, -left) : max(0, size[0] - left)]
     return max(0, left), max(0, top), pixels
 

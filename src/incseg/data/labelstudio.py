@@ -1,4 +1,4 @@
-"""Label Studio's JSON export: polygons, brush strokes, rectangles and ellipses."""
+"""Label Studio's exports: JSON with polygons, brush strokes, bitmasks, rectangles and ellipses, and brush PNGs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import html
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -25,80 +26,117 @@ from incseg.data.annotated import (
     labelled_size,
     left_out,
     missing_note,
+    png_of_text,
     subset_of,
     unlabelled_note,
 )
-from incseg.data.files import FileError
+from incseg.data.brushes import Brush, brush_pngs, opaque
+from incseg.data.files import FileError, stored_size
 from incseg.data.json_parts import BROKEN, parts, read_part
-from incseg.data.outlines import Ring, ellipse, rectangle
+from incseg.data.outlines import Patch, Ring, ellipse, rectangle
 from incseg.data.writing import Writer, size_of
 from incseg.io import replacing, write_text
 from incseg.types import UserError
 
 _CONFIG = "config.xml"
 _LABEL = re.compile(r"<Label\b[^>]*?\bvalue\s*=\s*([\"'])(.*?)\1", re.DOTALL)
-_UPLOAD = re.compile(r"^[0-9a-f]{8}-")
-"""What Label Studio puts before the names of files that were uploaded."""
-_OPAQUE = 128
-"""Of 255: a brush stroke covers a pixel from half on."""
+_MEMBERS = re.compile(rb'"(annotations|annotation_id|data|rle|points|imageDataURL)"')
+_TAG = re.compile(r"<(?:BrushLabels|Labels)\b[^>]*?\bname\s*=\s*([\"'])(.*?)\1", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """An entry of a JSON file.
+
+    image:      the name of its image.
+    place:      where the entry is in the file.
+    labels:     the names of its classes; None if it is not labelled yet.
+    annotation: the number of its annotation in JSON_MIN, which has an entry for each annotation; else 0.
+    """
+
+    name: str
+    image: str
+    file: Path
+    place: tuple[int, int]
+    labels: set[str] | None
+    annotation: int
 
 
 class LabelStudio(Annotated):
-    """Label Studio's JSON or JSON_MIN export: polygons, brush, rectangles, ellipses. Brush PNGs are not needed.
+    """Label Studio's JSON or JSON_MIN export: polygons, brush, bitmasks, rectangles, ellipses; or its brush PNGs.
 
-    Classes are numbered as config.xml, the labelling interface, lists them, else in alphabetical order.
+    Brush PNGs name only their task. The image of a task follows from a JSON file with the tasks, or it is named
+    task-ID.jpg. Classes are numbered as config.xml, the labelling interface, lists them, else in alphabetical order.
     """
 
     format = "labelstudio"
 
     def scan(self) -> Scan:
-        subsets: dict[str, list[Labelled]] = {"train": [], "val": [], "test": [], "": []}
-        used: set[str] = set()
-        found: dict[Path, Path] = {}
-        missing, without, empty, number = list[str](), list[str](), 0, 0
-        for file in self.images.with_suffix(".json"):
-            if not looks_like_labelstudio(file):
+        config = self.images.path(_CONFIG)
+        interface = "" if config is None else config.read_bytes()[:1_000_000].decode("utf-8", "replace")
+        names = _values(_LABEL, interface)
+        brushes = brush_pngs(self.images, _values(_TAG, interface), names)
+        image_of = {image.stem[5:]: image for image in self.images.images() if re.fullmatch(r"task-\d+", image.stem)}
+        found: dict[Path, _Task] = {}
+        missing, without, number, tasks = list[str](), list[str](), 0, set[str]()
+        for task in self._tasks():
+            number += 1
+            tasks.add(task.name)
+            image = self.images.find(task.image.partition("?d=")[2] or task.image.partition("?")[0], task.file)
+            if image is None:
+                missing.append(task.image)
                 continue
-            for part in parts(file):
+            image_of[task.name] = image
+            if task.labels is None:
+                without += [task.image] if task.name not in brushes else []
+                continue
+            known = found.setdefault(image, task)
+            if known is not task and not (task.annotation and (known.name, known.file) == (task.name, task.file)):
+                raise FileError(task.file, f"'{task.image}' has more than one task", "keep one of them")
+            if known.annotation < task.annotation:
+                found[image] = task
+        subsets: dict[str, list[Labelled]] = {"train": [], "val": [], "test": [], "": []}
+        for image, task in found.items():
+            subsets[subset_of(task.file.stem)].append(Labelled(image, task.file, task.place))
+        used = {label for task in found.values() for label in task.labels or ()}
+        for name, pngs in brushes.items():
+            if name not in image_of:
+                missing += [f"task-{name}"] if name not in tasks else []
+            elif image_of[name] not in found:
+                first, *more = pngs
+                subsets[""].append(Labelled(image_of[name], first, pngs, tuple(more)))
+                used |= {label for label in pngs.values() if label is not None}
+        others = {name for name, image in image_of.items() if image not in found} - tasks - brushes.keys()
+        without += sorted(image_of[name].name for name in others)
+        number += len(brushes.keys() - tasks) + len(others)
+        if not (tasks or brushes):
+            raise UserError(f"no tasks of Label Studio are in '{self.root}'; export as JSON, and put it there")
+        if missing and not any(subsets.values()):
+            if not tasks:
+                raise UserError(f"the brush PNGs in '{self.root}' name tasks ('{missing[0]}' …), not images; put the "
+                                "JSON export beside them, or name the images task-ID.jpg")  # fmt: skip
+            raise UserError(f"no image of the tasks is under '{self.root}' ('{missing[0]}' …); put them there")
+        notes = missing_note(missing, number) + empty_note(sum(not task.labels for task in found.values()))
+        notes += unlabelled_note(without, number, "submit its task without a region")
+        return Scan([*dict.fromkeys([*names, *sorted(used, key=str.casefold)])], subsets, notes, used)
+
+    def _tasks(self) -> Iterator[_Task]:
+        """Yield the entries of the JSON files."""
+        for file in self.images.with_suffix(".json"):
+            for part in parts(file) if looks_like_labelstudio(file) else ():
                 try:
-                    name, results = _image_name(part.value), _results(part.value)
+                    one, results = part.value, _results(part.value)
                     labels = {label for result in results or () if (label := _label(result["value"])) is not None}
+                    place, annotation = (part.offset, part.length), int(one.get("annotation_id") or 0)
+                    image, named = _image_name(one), None if results is None else labels
+                    yield _Task(str(one.get("id")), image, file, place, named, annotation)
                 except BROKEN as error:
                     fault = f"the task at byte {part.offset} is not one of Label Studio ({error})"
                     raise FileError(file, fault, "export it again") from None
-                number += 1
-                image = self._find(name, file)
-                if image is None:
-                    missing.append(name)
-                elif results is None:
-                    without.append(name)
-                elif image in found:
-                    raise FileError(file, f"'{name}' has more than one task", "keep one of them")
-                else:
-                    found[image] = file
-                    used |= labels
-                    empty += not labels
-                    subsets[subset_of(file.stem)].append(Labelled(image, file, (part.offset, part.length)))
-        if not number:
-            hint = "; brush PNGs alone do not say of which image they are" if self._brush_pngs() else ""
-            raise UserError(f"no tasks of Label Studio are in '{self.root}'{hint}; export as JSON, and put it there")
-        if missing and not found:
-            raise UserError(f"no image of the tasks is under '{self.root}' ('{missing[0]}' …); put them there")
-        config = self.images.path(_CONFIG)
-        listed = [] if config is None else names_of_config(config)
-        notes = missing_note(missing, number) + empty_note(empty)
-        notes += unlabelled_note(without, number, "submit its task without a region")
-        return Scan([*dict.fromkeys([*listed, *sorted(used, key=str.casefold)])], subsets, notes, used)
-
-    def _brush_pngs(self) -> bool:
-        return any(re.match(r"task-\d+-annotation-\d+-", path.name) for path in self.images.images())
-
-    def _find(self, name: str, file: Path) -> Path | None:
-        plain = name.partition("?d=")[2] or name.partition("?")[0]
-        last = plain.replace("\\", "/").rpartition("/")[2]
-        return self.images.find(plain, file) or self.images.find(_UPLOAD.sub("", last), file)
 
     def shapes(self, item: Labelled, sizes: Sequence[Size]) -> tuple[Size, list[Region], list[str]]:
+        if isinstance(item.labels, dict):
+            return self._brushes(item, sizes)
         with item.file.open("rb") as stream:
             task = read_part(stream, *item.labels)
         regions: list[Region] = []
@@ -117,6 +155,9 @@ class LabelStudio(Annotated):
             if "rle" in value:
                 regions.append(Region(label, runs=_stroke(value["rle"], size)))
                 continue
+            if "imageDataURL" in value:
+                regions.append(Region(label, patch=_bitmask(value["imageDataURL"], size)))
+                continue
             ring = _ring(value, size)
             reason = "of a kind that has no area" if ring is None else left_out(ring, size)
             if reason or ring is None:
@@ -125,18 +166,23 @@ class LabelStudio(Annotated):
                 regions.append(Region(label, [ring]))
         return size, regions, remarks
 
+    def _brushes(self, item: Labelled, sizes: Sequence[Size]) -> tuple[Size, list[Region], list[str]]:
+        size = labelled_size(item, *stored_size(item.file)[0], sizes)
+        named = [(self.label(name, file), file) for file, name in item.labels.items() if name is not None]
+        remarks = ["brush PNGs without a label"] * (len(item.labels) - len(named))
+        return size, [Brush(label, file=file, size=size) for label, file in named], remarks
+
 
 def looks_like_labelstudio(file: Path) -> bool:
-    """Return whether a JSON file begins as a list of tasks."""
+    """Return whether a JSON file begins as a list of tasks. In JSON_MIN the first one may begin with a long region."""
     with file.open("rb") as stream:
         text = stream.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
-    return text.startswith(b"[") and (b'"annotations"' in text or b'"annotation_id"' in text or b'"data"' in text)
+    return text.startswith(b"[") and _MEMBERS.search(text) is not None
 
 
-def names_of_config(file: Path) -> list[str]:
-    """Return the labels of a labelling interface in their order."""
-    text = file.read_bytes()[:1_000_000].decode("utf-8", "replace")
-    return [clean_name(html.unescape(value)) for _, value in _LABEL.findall(text)]
+def _values(pattern: re.Pattern[str], interface: str) -> list[str]:
+    """Return the names that a pattern finds in a labelling interface, in their order."""
+    return [clean_name(html.unescape(value)) for _, value in pattern.findall(interface)]
 
 
 def _image_name(task: dict[str, Any]) -> str:
@@ -211,10 +257,18 @@ def _stroke(codes: Sequence[int], size: Size) -> np.ndarray:
             block = bytes(min(255, bits.read(word)) for _ in range(min(count, total - at)))
             stroke[at : at + len(block)] = np.frombuffer(block, dtype=np.uint8)
         at += count
-    opaque = (stroke.reshape(height, width, 4)[..., 3] >= _OPAQUE).T.ravel()
-    changes = np.flatnonzero(opaque[1:] != opaque[:-1]) + 1
-    runs = np.diff(np.concatenate([[0], changes, [opaque.size]]))
-    return np.concatenate([[0], runs]) if opaque[0] else runs
+    covered = opaque(stroke.reshape(height, width, 4)[..., 3]).T.ravel()
+    changes = np.flatnonzero(covered[1:] != covered[:-1]) + 1
+    runs = np.diff(np.concatenate([[0], changes, [covered.size]]))
+    return np.concatenate([[0], runs]) if covered[0] else runs
+
+
+def _bitmask(address: str, size: Size) -> Patch:
+    """Return the pixels of a bitmask, a PNG of the image's size in a data URL, which are not transparent."""
+    image = png_of_text(address.partition(",")[2], size)
+    if image.size != size:
+        raise ValueError(f"a bitmask of {image.width}×{image.height} pixels")
+    return 0, 0, np.asarray(image.convert("RGBA"))[..., 3] > 0
 
 
 class _Bits:
@@ -240,6 +294,7 @@ class LabelStudioWriter(Writer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._streams: dict[str, IO[str]] = {}
+        self._written = 0
 
     def image_file(self, name: str, split: str) -> Path:
         return self.out / "images" / name
@@ -268,7 +323,8 @@ class LabelStudioWriter(Writer):
             for number, (label, ring) in enumerate(self.objects(mask))
         ]
         place = f"/data/local-files/?d={quote(f'images/{image.name}')}"
-        task = {"data": {"image": place}, "annotations": [{"result": results}]}
+        self._written += 1
+        task = {"id": self._written, "data": {"image": place}, "annotations": [{"result": results}]}
         self._streams[split].write("[\n" if first else ",\n")
         json.dump(task, self._streams[split], ensure_ascii=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,6 +23,7 @@ from incseg.data.annotated import (
     read_text,
     subset_of,
     unlabelled_note,
+    without_upload,
 )
 from incseg.data.files import BOXES, FileError, text_lines
 from incseg.data.folder import first_three
@@ -46,6 +48,10 @@ class Yolo(Annotated):
 
     def scan(self) -> Scan:
         self._names: dict[int, str] = {}
+        self._uploads: dict[str, list[Path]] = defaultdict(list)
+        for path in self.images.with_suffix(".txt"):
+            if (name := without_upload(path.name)) != path.name:
+                self._uploads[self.images.key(path).removesuffix(path.name) + name].append(path)
         file, settings = self._settings()
         subsets: dict[str, list[Labelled]] = {"train": [], "val": [], "test": [], "": []}
         notes: list[str] = []
@@ -62,6 +68,7 @@ class Yolo(Annotated):
                 notes.append(f"'{subset}: {first_three(places)[1:-1]}' of {file.name} leads to no image here")
         if chosen.get("train") == chosen.get("val"):  # Ultralytics needs both, so some tools write one twice
             chosen.pop("val", None)
+        self._undivided = [*chosen] == ["train"] and str(settings["train"]).endswith(".txt")
         if "train" not in chosen and "val" not in chosen:
             chosen = self._by_folder()
         without, empty, number = list[str](), 0, 0
@@ -126,6 +133,11 @@ class Yolo(Annotated):
                     return inside
         return []
 
+    def _listed(self, file: Path, named: dict[str, Labelled]) -> list[str] | None:
+        """Return the images in a list; None for a train.txt that data.yaml names without val: it has all images."""
+        own = self._undivided and file.name == "train.txt" and self.images.path("val.txt") is None
+        return None if own else super()._listed(file, named)
+
     def _labels(self, image: Path) -> Path | None:
         """Return the text file of an image: in labels/ instead of images/, or beside it."""
         path = PurePosixPath(self.images.key(image)).with_suffix(".txt")
@@ -134,8 +146,15 @@ class Yolo(Annotated):
         options = ["/".join([*parts[:i], "labels", *parts[i + 1 :]]) for i in reversed(at)]
         options += [str(path), f"labels/{path.name}"]
         lists = {f"{name}.txt" for name in ("train", "val", "valid", "test", "classes")}
-        found = (self.images.path(option) for option in options if option not in lists)
+        found = (self.images.path(option) or self._uploaded(option) for option in options if option not in lists)
         return next((one for one in found if one is not None), None)
+
+    def _uploaded(self, key: str) -> Path | None:
+        """Return the text file that Label Studio has named after an uploaded image."""
+        files = self._uploads.get(key, [])
+        if len(files) > 1:
+            raise FileError(files[0], f"'{files[1].name}' is for the same image", "keep one of them")
+        return files[0] if files else None
 
     def shapes(self, item: Labelled, sizes: Sequence[Size]) -> tuple[Size, list[Region], list[str]]:
         size = sizes[0]
@@ -201,6 +220,8 @@ class YoloWriter(Writer):
         places: dict[str, Any] = {split: f"images/{split}" for split in self._splits if split}
         if "" in self._splits:  # a list has an order, a folder has none
             write_text(self.out / "train.txt", "".join(f"{line}\n" for line in self._splits[""]))
-            places = {"train": "train.txt", "val": "train.txt"}
-        settings = {"path": ".", **places, "names": dict(enumerate(self.names))}
+            places = {"train": "train.txt"}
+        # Ultralytics needs both splits. Without "path", places are relative to this file.
+        places = {"train": places.get("val"), "val": places.get("train"), **places}
+        settings = {**places, "names": dict(enumerate(self.names))}
         write_text(self.out / "data.yaml", yaml.safe_dump(settings, allow_unicode=True, sort_keys=False))
