@@ -156,23 +156,28 @@ def test_a_run_may_be_interrupted_again_and_again(finished_held: Path, tmp_path:
     assert_same_run(finished_held, config.folder)
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_killed_between_the_model_and_its_row(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+@pytest.mark.parametrize(("step", "before"), [(0, True), (2, True), (0, False)])
+def test_killed_beside_the_row_of_a_step(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, before: bool
 ) -> None:
-    config = small_config(tmp_path / "run")
+    """Between the model and its row; or after the row, while there is a checkpoint of the finished step."""
+    config = small_config(tmp_path / "run", train={"checkpoint_seconds": 0.0})
     write = trainer_module.write_record
 
     def killed(path: Path, value: Any) -> None:
-        if path == RunDir(config.folder).row(step):
+        its_row = path == RunDir(config.folder).row(step)
+        if its_row and before:
             raise KeyboardInterrupt
         write(path, value)
+        if its_row:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "write_record", killed)
         with pytest.raises(KeyboardInterrupt):
             run(config)
     assert RunDir(config.folder).model(step).exists()
+    assert RunDir(config.folder).checkpoint.exists()
     assert_same_run(finished, run(config))
 
 
