@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -57,6 +58,9 @@ class Runtime:
 
     def close(self) -> None:
         if self._owns_group and dist.is_initialized():
+            # The group's threads end with the last reference to it. If a wrapped model is still in a reference cycle,
+            # they would run while the interpreter ends, which can abort the process.
+            gc.collect()
             dist.destroy_process_group()
 
     def sum(self, tensor: Tensor) -> Tensor:
